@@ -1,0 +1,55 @@
+"""Errors that a caller caused and can mend; the HTTP server maps each to its status and `reason`."""
+
+from __future__ import annotations
+
+
+class MultiLoRAError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UserError(MultiLoRAError, ValueError):
+    """Bad input. Nothing was changed by the call that raised it.
+
+    Args:
+        message: says what is wrong and what to do about it.
+        reason: a stable machine-readable word, for example `rank_too_large`.
+        param: the field at fault, where there is one.
+    """
+
+    status = 400
+    type = "BadRequestError"
+
+    def __init__(self, message: str, *, reason: str = "bad_request", param: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.param = param
+
+
+class ConfigError(UserError):
+    """A model's, an adapter's or the engine's configuration asks for something that is not supported."""
+
+
+class AdapterError(UserError):
+    """An adapter folder that cannot be served exactly; it is refused whole."""
+
+
+class NotFoundError(UserError):
+    """A name or path that does not exist."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class PermissionDeniedError(UserError):
+    """A path outside the allowed roots, or a route closed to this caller."""
+
+    status = 403
+    type = "PermissionDeniedError"
+
+
+class UnavailableError(UserError):
+    """The engine is starting, stopping or dead."""
+
+    status = 503
+    type = "ServiceUnavailableError"
