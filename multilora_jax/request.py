@@ -110,9 +110,8 @@ class SamplingParams:
         self.top_k = 0 if self.top_k == -1 else self._integer("top_k", 0)
         self.max_tokens = None if self.max_tokens is None else self._integer("max_tokens", 1)
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                if self._integer(name, 0) > MAX_LOGPROBS:
-                    self._fail(name, f"is at most {MAX_LOGPROBS}")
+            if getattr(self, name) is not None and self._integer(name, 0) > MAX_LOGPROBS:
+                self._fail(name, f"is at most {MAX_LOGPROBS}")
         if self.seed is not None:
             self.seed = self._integer("seed", -(2**63), 2**64 - 1)
         if self.stop is None:
@@ -153,7 +152,7 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a sequence ended; the values are the API's words."""
 
     STOP = "stop"

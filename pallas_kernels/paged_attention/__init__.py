@@ -1,0 +1,6 @@
+"""Attention over KV pages of the unified pool."""
+
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.xla import paged_attention
+
+__all__ = ["paged_attention", "paged_attention_reference"]

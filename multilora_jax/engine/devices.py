@@ -1,0 +1,126 @@
+"""Choices that depend on the devices at hand: mesh, compute type, pool size, compilation cache."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from multilora_jax.config import EngineConfig
+from multilora_jax.errors import ConfigError
+from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.models.config import ModelConfig
+
+DEFAULT_CPU_POOL_BYTES = 1 << 30
+"""Pool size where no size is configured and the device does not say how much memory it has."""
+
+_STEP_RESERVE_BYTES = 1 << 30
+"""Device memory left to a step's temporaries when the pool takes what remains."""
+
+
+def make_mesh(tensor_parallel_size: int) -> Mesh:
+    """Mesh ("data", "model") of shape (1, tp) over the first devices."""
+    devices = jax.devices()
+    if len(devices) < tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} needs as many devices, jax sees {len(devices)} "
+            f"({devices[0].platform})", reason="too_few_devices", param="tensor_parallel_size",
+        )  # fmt: skip
+    return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size), ("data", "model"))
+
+
+def choose_dtype(dtype: str) -> str:
+    """Resolves "auto": bfloat16 on accelerators, on a CPU whichever type a probe finds faster."""
+    if dtype != "auto":
+        return dtype
+    if jax.default_backend() != "cpu":
+        return "bfloat16"
+    return "bfloat16" if _probe("bfloat16", False) < 0.9 * _probe("float32", True) else "float32"
+
+
+def _probe(dtype: str, features_first: bool) -> float:
+    """Seconds of a chain of small-batch products, the work that bounds decoding."""
+    weights = [jnp.full((1024, 1024), 1e-3, dtype) for _ in range(8)]
+    x = jnp.ones((1024, 8) if features_first else (8, 1024), dtype)
+
+    def chain(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+        for w in weights:
+            if features_first:
+                y = jax.lax.dot_general(w, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            else:
+                y = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            x = y.astype(x.dtype)
+        return x
+
+    run = jax.jit(chain)
+    run(x, weights).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run(x, weights).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def features_first(dtype: str) -> bool:
+    """Whether activations are laid out [features, T] (see models.layers)."""
+    return jax.default_backend() == "cpu" and dtype == "float32"
+
+
+def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_len: int, mesh: Mesh) -> int:
+    """Pages of the pool from whichever size the configuration gives.
+
+    Raises:
+        ConfigError: the size does not hold a single page.
+    """
+    if config.pool_pages is not None:
+        return config.pool_pages
+    tp = config.tensor_parallel_size
+    one = model.geometry(2, config.page_tokens, tp, dtype)
+    if config.pool_memory_gib is not None:
+        size = int(config.pool_memory_gib * 2**30)
+    else:
+        stats = mesh.devices.flat[0].memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        if limit is None:
+            wanted = (config.max_num_seqs * one.pages_for_tokens(max_model_len) + 1) * one.page_bytes
+            size = min(wanted, DEFAULT_CPU_POOL_BYTES)
+        else:
+            weights = model.num_parameters * one.storage_dtype.itemsize // tp
+            share = config.gpu_memory_utilization if config.gpu_memory_utilization is not None else 0.9
+            size = int((limit * share - weights - _STEP_RESERVE_BYTES) * tp)
+    pages = size // one.page_bytes
+    if pages < 2:
+        raise ConfigError(
+            f"the pool would have {size} bytes but one page takes {one.page_bytes}, and at least two are needed: "
+            "raise pool_memory_gib, pool_pages or gpu_memory_utilization",
+            reason="pool_too_small", param="pool_memory_gib",
+        )  # fmt: skip
+    return pages
+
+
+def set_compilation_cache(folder: str | None) -> Path:
+    """Keeps compiled programs between starts; an already configured cache of the process is left alone."""
+    if jax.config.jax_compilation_cache_dir and folder is None:
+        return Path(jax.config.jax_compilation_cache_dir)
+    root = os.environ.get("MULTILORA_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "multilora_jax"
+    )
+    path = Path(folder or os.path.join(root, "xla"))
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path
+
+
+def describe_pool(geometry: PoolGeometry) -> str:
+    """The pool in pages, tokens and bytes."""
+    usable = geometry.num_pages - 1
+    size = geometry.num_pages * geometry.page_bytes
+    return f"{usable} pages of {geometry.page_bytes / 1024:.0f} KiB ({size / 2**20:.0f} MiB)"

@@ -1,0 +1,129 @@
+"""What a live request has produced so far: text, stops, log-probabilities (host only, no jax)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from multilora_jax.detokenizer import IncrementalDetokenizer
+from multilora_jax.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    LoRARequest,
+    RequestMetrics,
+    RequestOutput,
+    Sequence,
+)
+from multilora_jax.tokenizer import Tokenizer
+
+
+class RequestState:
+    """A sequence with everything that its output needs.
+
+    Args:
+        seq: the sequence.
+        prompt: its text, None if it came as token ids.
+        lora_request: as given by the caller.
+        tokenizer: None for a model without one.
+    """
+
+    def __init__(
+        self, seq: Sequence, prompt: str | None, lora_request: LoRARequest | None, tokenizer: Tokenizer | None
+    ):
+        self.seq = seq
+        self.prompt = prompt
+        self.lora_request = lora_request
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if seq.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer, seq.params)
+        self._logprobs: list[dict[int, Logprob]] | None = [] if seq.params.logprobs is not None else None
+        self._cumulative_logprob = 0.0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt positions are still to be recorded."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.seq.num_prompt_tokens
+
+    def append(self, token: int, now: float, logprobs: list[Any] | None) -> None:
+        """Takes the next token and decides whether the sequence ends.
+
+        Args:
+            token: token id.
+            now: time.monotonic() seconds.
+            logprobs: (logprob, rank, top_ids, top_logprobs) of this row, where the step computed them.
+        """
+        seq, params = self.seq, self.seq.params
+        seq.token_ids.append(token)
+        seq.first_token_time = seq.first_token_time or now
+        seq.last_token_time = now
+        if self._logprobs is not None and logprobs is not None:
+            entry = self._entry(token, logprobs, params.logprobs or 0)
+            self._logprobs.append(entry)
+            self._cumulative_logprob += entry[token].logprob
+        stop_token = token in (params.stop_token_ids or ())
+        if token in seq.eos_token_ids or stop_token:
+            self.finish_reason = FinishReason.STOP
+            seq.stop_reason = token if stop_token else None
+            if params.include_stop_str_in_output:
+                self._detokenizer.append([token])
+        else:
+            stop = self._detokenizer.append([token])
+            if stop is not None:
+                self.finish_reason, seq.stop_reason = FinishReason.STOP, stop
+            elif seq.num_tokens >= seq.max_total_tokens:
+                self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
+            self._detokenizer.finish()
+
+    def add_prompt_logprobs(self, values: Iterable[tuple[Any, ...]], first: int) -> None:
+        """Records the prompt tokens from position `first` on (the next one not yet recorded)."""
+        assert self.prompt_logprobs is not None and first == len(self.prompt_logprobs)
+        for position, value in enumerate(values, first):
+            token = self.seq.token_ids[position]
+            self.prompt_logprobs.append(self._entry(token, list(value), self.seq.params.prompt_logprobs or 0))
+
+    def _entry(self, token: int, values: list[Any], count: int) -> dict[int, Logprob]:
+        logprob, rank, top_ids, top_logprobs = values
+        entry = {token: Logprob(float(logprob), int(rank), self._text(token))}
+        for place in range(count):
+            other = int(top_ids[place])
+            if other not in entry:
+                entry[other] = Logprob(float(top_logprobs[place]), place + 1, self._text(other))
+        return entry
+
+    def _text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token)
+
+    def output(self, now: float) -> RequestOutput:
+        """The request as it stands."""
+        seq = self.seq
+        finished = self.finish_reason is not None
+        completion = CompletionOutput(
+            index=0,
+            text=self._detokenizer.text,
+            token_ids=seq.output_token_ids,
+            cumulative_logprob=self._cumulative_logprob if self._logprobs is not None else None,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason.value if self.finish_reason is not None else None,
+            stop_reason=seq.stop_reason,
+            lora_request=self.lora_request,
+        )
+        metrics = RequestMetrics(
+            seq.arrival_time, seq.first_scheduled_time, seq.first_token_time, now if finished else None,
+            seq.num_preemptions,
+        )  # fmt: skip
+        return RequestOutput(
+            request_id=seq.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[completion],
+            finished=finished,
+            metrics=metrics,
+            lora_request=self.lora_request,
+            adapter_digest=None if seq.adapter is None else seq.adapter.digest,
+        )

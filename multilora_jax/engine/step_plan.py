@@ -1,0 +1,70 @@
+"""Budgets of one step and the plan that the scheduler makes within them (host only, no jax)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from multilora_jax.errors import ConfigError
+from multilora_jax.request import Sequence
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Budgets of one step.
+
+    Attributes:
+        max_num_seqs: most running sequences.
+        max_num_batched_tokens: most prefill tokens, counted in whole blocks.
+        prefill_block: tokens of a prefill block; a chunk of n tokens takes ceil(n / prefill_block) blocks.
+        max_rank_rows: most rank rows over the distinct adapters of the running sequences.
+        row_block: an adapter of rank r counts ceil(r / row_block) * row_block rows.
+        max_loras: most distinct adapters; None for as many as their rows allow. The base model needs no slot.
+        max_overtakes: admissions that may pass one waiting request before it blocks the queue.
+        max_scan: waiting requests that one step passes over before it stops looking.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_block: int
+    max_rank_rows: int
+    row_block: int = 8
+    max_loras: int | None = None
+    max_overtakes: int = 64
+    max_scan: int = 256
+
+    def __post_init__(self) -> None:
+        least = {
+            "max_num_seqs": 1, "prefill_block": 1, "max_num_batched_tokens": self.prefill_block, "row_block": 1,
+            "max_rank_rows": 0, "max_loras": 1, "max_overtakes": 0, "max_scan": 1,
+        }  # fmt: skip
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}", reason=name, param=name)
+
+    @property
+    def max_prefill_blocks(self) -> int:
+        """Prefill blocks of one step."""
+        return self.max_num_batched_tokens // self.prefill_block
+
+    def rank_rows(self, rank: int) -> int:
+        """Rank rows that an adapter of this rank takes of the budget."""
+        return -(-rank // self.row_block) * self.row_block
+
+
+@dataclass
+class ScheduledStep:
+    """What to run.
+
+    Attributes:
+        decodes: sequences with one pending token each.
+        prefills: (sequence, n): its next n pending tokens, more than one pending.
+        adapters: the distinct adapters of those, all resident; the order changes as little as possible between steps.
+        preempted: sequences that lost their pages while this step was planned; none of them is in it.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    adapters: list[Any] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)

@@ -1,0 +1,152 @@
+"""Command-line flags of the commands: `--config FILE` and one flag for every key of the configuration.
+
+A command calls `define_flags()` at import, adds flags of its own, and ends with `run(main)`. Flags may be written
+with dashes or underscores (`--max-num-seqs`, `--max_num_seqs`); lists and mappings take commas, several words or
+several flags (`--lora_modules a=x,b=y`, `--lora-modules a=x b=y`); booleans `--warm_up`, `--nowarm_up`,
+`--no-warm-up` or `--warm_up false`.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from absl import app, flags
+
+from multilora_jax.config import EngineConfig, default_of, describe_keys
+from multilora_jax.config_values import nearest
+from multilora_jax.errors import ConfigError, UserError
+
+# The flags count as those of the command that asks for them, so that its --help lists them.
+flags.disclaim_key_flags()
+
+_BOOLEANS = ("true", "false", "1", "0")
+
+
+def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines `--config` and a flag for each configuration key."""
+    flags.DEFINE_string(
+        "config", None, "YAML file of the keys below; a flag overrides its key.", flag_values=flag_values
+    )
+    docs = describe_keys()
+    kinds = _kinds()
+    for f in fields(EngineConfig):
+        default, doc = default_of(f), docs[f.name]
+        kind = kinds[f.name]
+        if kind is bool:
+            flags.DEFINE_boolean(f.name, default, doc, flag_values=flag_values)
+        elif kind is int:
+            flags.DEFINE_integer(f.name, default, doc, flag_values=flag_values)
+        elif kind is float:
+            flags.DEFINE_float(f.name, default, doc, flag_values=flag_values)
+        elif kind is list:
+            flags.DEFINE_multi_string(f.name, None, doc.rstrip("."), flag_values=flag_values)
+        elif isinstance(kind, tuple):
+            flags.DEFINE_enum(f.name, default, kind, doc, flag_values=flag_values)
+        else:
+            flags.DEFINE_string(f.name, default, doc, flag_values=flag_values)
+
+
+def normalise_argv(argv: Sequence[str]) -> list[str]:
+    """`argv` (the program first) in the one form that absl parses.
+
+    Dashes in flag names become underscores, `--no-x` becomes `--nox`, `--x false` becomes `--x=false` for a
+    boolean key, and the words after a list key become repeats of its flag. All after `--` stays as it is.
+    """
+    kinds = _kinds()
+    out = list(argv[:1])
+    rest = list(argv[1:])
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*out, word, *rest]
+        if not word.startswith("--"):
+            out.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name.startswith("no_") and kinds.get(name[3:]) is bool:
+            name = "no" + name[3:]
+        out.append(f"--{name}{equals}{value}")
+        if equals or not rest:
+            continue
+        if kinds.get(name) is bool and rest[0].lower() in _BOOLEANS:
+            out[-1] = f"--{name}={rest.pop(0)}"
+        elif kinds.get(name) is list and not rest[0].startswith("-"):
+            out.pop()
+            while rest and not rest[0].startswith("-"):
+                out.append(f"--{name}={rest.pop(0)}")
+    return out
+
+
+def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
+    """The configuration that the parsed flags ask for: the file of `--config`, overridden by every flag given.
+
+    Raises:
+        ConfigError, NotFoundError: as `EngineConfig.from_yaml`.
+    """
+    kinds = _kinds()
+    overrides: dict[str, Any] = {}
+    for key, kind in kinds.items():
+        flag = flag_values[key]
+        if flag.present:
+            overrides[key] = _split(flag.value or []) if kind is list else flag.value
+    path = flag_values["config"].value
+    if path is not None:
+        return EngineConfig.from_yaml(path, overrides)
+    if not overrides:
+        raise ConfigError("give --config FILE or --model MODEL (--help lists the keys)", reason="missing_key")
+    return EngineConfig.from_dict(overrides, source="command line")
+
+
+def run(main: Callable[[list[str]], Any], *, commands: Sequence[str] = (), argv: Sequence[str] | None = None) -> None:
+    """Parses the flags, calls `main(words)` with the words that are no flags, and exits.
+
+    Args:
+        main: returns the exit status, None for 0; a UserError that it raises is printed without a traceback and
+            exits with 1.
+        commands: the words of which exactly one must be given; with none, no word may be given.
+        argv: the program and its arguments; those of this process by default.
+    """
+
+    def checked_main(left: list[str]) -> Any:
+        try:
+            return main(_check_words(left[1:], commands))
+        except UserError as error:
+            sys.exit(f"error: {error.message}")
+
+    app.run(checked_main, argv=normalise_argv(sys.argv if argv is None else argv))
+
+
+def _check_words(words: list[str], commands: Sequence[str]) -> list[str]:
+    if len(words) > bool(commands):
+        extra = words[bool(commands)]
+        raise UserError(f"unexpected argument {extra!r}: flags are written --key value", reason="bad_argument")
+    if commands and not words:
+        raise UserError(f"name a command: one of {', '.join(commands)}", reason="bad_argument")
+    if commands and words[0] not in commands:
+        close = nearest(words[0], commands)
+        hint = f"did you mean {close}?" if close else f"the commands are {', '.join(commands)}"
+        raise UserError(f"unknown command {words[0]!r}: {hint}", reason="bad_argument")
+    return words
+
+
+def _kinds() -> dict[str, Any]:
+    """For each key: bool, int, float, str, list, or the tuple of the words that it takes."""
+    out: dict[str, Any] = {}
+    for key, hint in get_type_hints(EngineConfig).items():
+        if get_origin(hint) is Literal:
+            out[key] = get_args(hint)
+        elif get_origin(hint) in (tuple, dict):
+            out[key] = list
+        else:
+            out[key] = next((arg for arg in get_args(hint) if arg is not type(None)), hint)
+    return out
+
+
+def _split(values: list[str]) -> list[str]:
+    """The parts of comma-separated values; a part with a comma in it is written in double quotes."""
+    return [part for row in csv.reader(values, skipinitialspace=True) for part in row if part]

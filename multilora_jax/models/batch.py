@@ -1,0 +1,73 @@
+"""The device-side description of one step: what the host planned, as arrays of fixed bucket sizes.
+
+A step runs two regions of tokens, flattened on T: B decode rows of one token each, then NB prefill blocks of
+`prefill_block` tokens each, every block from one sequence. S = B + NB is the number of rows; each row has a page
+table and may sample one token. Padding tokens have position 0, write to page 0 (never allocated) and are not sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class LayerRows:
+    """Active rank rows of one layer, copied out of the pool when the set of active adapters changes.
+
+    A is kept as rows `[M, R, in]`, the M modules that share an input together; B as `[out, R]`.
+    """
+
+    a_qkv: jax.Array  # [3, R, D]
+    a_o: jax.Array  # [1, R, N*H]
+    a_gate_up: jax.Array  # [2, R, D]
+    a_down: jax.Array  # [1, R, F]
+    b_q: jax.Array  # [N*H, R]
+    b_k: jax.Array  # [K*H, R]
+    b_v: jax.Array  # [K*H, R]
+    b_o: jax.Array  # [D, R]
+    b_gate: jax.Array  # [F, R]
+    b_up: jax.Array  # [F, R]
+    b_down: jax.Array  # [D, R]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class LoRARows:
+    """Rank rows of all active adapters (R is a bucket) and who owns each."""
+
+    layers: list[LayerRows]
+    owner_R: jax.Array  # int32[R], index of the adapter among the active ones; -2 where the row is free
+    scale_LMR: jax.Array  # float32[L, 7, R], alpha / r of the row's adapter; 0 where its module has no such row
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class SamplingBatch:
+    """Per-row sampling parameters, read on the device so that no option recompiles."""
+
+    temperature_S: jax.Array  # float32[S], 0 is greedy
+    top_p_S: jax.Array  # float32[S]
+    min_p_S: jax.Array  # float32[S]
+    top_k_S: jax.Array  # int32[S], 0 is off
+    seed_S2: jax.Array  # uint32[S, 2], the request's key
+    num_logprobs_S: jax.Array  # int32[S], -1 is off
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ForwardBatch:
+    """Everything one step reads besides parameters and pool."""
+
+    token_ids_T: jax.Array  # int32[T]
+    positions_T: jax.Array  # int32[T]
+    slots_T: jax.Array  # int32[T], page * page_tokens + offset of the token's K and V
+    adapter_T: jax.Array  # int32[T], index among the active adapters; -1 is the base
+    table_SP: jax.Array  # int32[S, pages], page table of each row
+    decode_chunks: jax.Array  # int32[], page chunks that the longest decode row needs
+    prefill_chunks: jax.Array  # int32[], the same of the prefill blocks
+    sample_S: jax.Array  # int32[S], index into T of the token whose successor row s samples
+    sampling: SamplingBatch
+    lora: LoRARows | None  # None: no row of this step has an adapter

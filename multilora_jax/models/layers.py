@@ -1,0 +1,133 @@
+"""Pieces of a Llama layer as pure functions over arrays in one of two activation layouts.
+
+`[features, T]` when `spec.features_first`, else `[T, features]`: float32 products on CPUs run at memory speed only
+as `W[O, I] @ x[I, T]`, so activations stay that way from the embedding to the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.models.config import ModelConfig
+from pallas_kernels.paged_attention import paged_attention
+
+_F32 = jnp.float32
+
+
+@dataclass(frozen=True)
+class LlamaSpec:
+    """Everything static about a compiled step.
+
+    Attributes:
+        config: sizes of the model.
+        geometry: shape of the pool; its dtype is the compute type.
+        prefill_block: tokens of one prefill block.
+        features_first: layout of activations, see this module.
+        axis_name: mesh axis of tensor parallelism when run inside shard_map, None on one device.
+    """
+
+    config: ModelConfig
+    geometry: PoolGeometry
+    prefill_block: int = 32
+    features_first: bool = True
+    axis_name: str | None = None
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.geometry.dtype)
+
+    @property
+    def feature_axis(self) -> int:
+        return 0 if self.features_first else 1
+
+
+def linear(spec: LlamaSpec, w_OI: jax.Array, x: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
+    """x W^T (+ bias) with float32 sums; x and the float32 result in the activation layout."""
+    if spec.features_first:
+        y = jax.lax.dot_general(w_OI, x, (((1,), (0,)), ((), ())), preferred_element_type=_F32)
+    else:
+        y = jax.lax.dot_general(x, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=_F32)
+    return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)
+
+
+def along_features(spec: LlamaSpec, vector: jax.Array) -> jax.Array:
+    """Shapes a per-feature vector so that it broadcasts over tokens."""
+    return vector[:, None] if spec.features_first else vector[None, :]
+
+
+def rms_norm(spec: LlamaSpec, x: jax.Array, weight_D: jax.Array) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in the compute type."""
+    x = x.astype(_F32)
+    scale = jax.lax.rsqrt(jnp.mean(x * x, spec.feature_axis, keepdims=True) + spec.config.rms_norm_eps)
+    return (x * scale * along_features(spec, weight_D).astype(_F32)).astype(spec.dtype)
+
+
+def to_heads(spec: LlamaSpec, x: jax.Array, num_heads: int) -> jax.Array:
+    """Activation layout to [T, heads, H]."""
+    x_TO = x.T if spec.features_first else x
+    return x_TO.reshape(x_TO.shape[0], num_heads, spec.config.head_dim)
+
+
+def from_heads(spec: LlamaSpec, x_TNH: jax.Array) -> jax.Array:
+    """[T, heads, H] to the activation layout."""
+    x_TO = x_TNH.reshape(x_TNH.shape[0], -1)
+    return x_TO.T if spec.features_first else x_TO
+
+
+def rotate(x_TNH: jax.Array, cos_TH2: jax.Array, sin_TH2: jax.Array) -> jax.Array:
+    """Rotary position embedding of the two halves of each head (float32 in and out)."""
+    first, second = jnp.split(x_TNH, 2, -1)
+    cos, sin = cos_TH2[:, None], sin_TH2[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def write_kv(
+    spec: LlamaSpec, pool_LPE: jax.Array, layer: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, slots_T: jax.Array
+) -> jax.Array:
+    """Scatters the K and V of T tokens of one layer into their page slots. DONATES pool_LPE when jitted so.
+
+    Args:
+        pool_LPE: uint[L, P, E], this shard's bits.
+        slots_T: int32[T], page * page_tokens + offset.
+    """
+    S = spec.geometry.page_tokens
+    L, P, _ = pool_LPE.shape
+    kv_T2KH = jnp.stack([k_TKH, v_TKH], 1).astype(spec.dtype)
+    bits = jax.lax.bitcast_convert_type(kv_T2KH, pool_LPE.dtype)
+    pages = pool_LPE.reshape(L, P, 2, k_TKH.shape[1], S, spec.config.head_dim)
+    pages = pages.at[layer, slots_T // S, :, :, slots_T % S].set(bits, mode="promise_in_bounds")
+    return pages.reshape(pool_LPE.shape)
+
+
+def attend(
+    spec: LlamaSpec, q_TNH: jax.Array, pool_LPE: jax.Array, layer: jax.Array, batch: Any, num_kv_heads: int
+) -> jax.Array:
+    """Attention of a step's two regions (decode rows, prefill blocks) over the pool; [T, N, H] in and out."""
+    block = spec.prefill_block
+    rows = batch.table_SP.shape[0]
+    num_blocks = (q_TNH.shape[0] - rows) // (block - 1)
+    num_decodes = rows - num_blocks
+    regions = []
+    for start, count, queries, chunks in (
+        (0, num_decodes, 1, batch.decode_chunks),
+        (num_decodes, num_blocks, block, batch.prefill_chunks),
+    ):
+        if count:
+            tokens = slice(start, start + count * queries)
+            out = paged_attention(
+                q_TNH[tokens].reshape(count, queries, *q_TNH.shape[1:]),
+                pool_LPE,
+                layer,
+                batch.table_SP[start : start + count],
+                batch.positions_T[tokens].reshape(count, queries),
+                chunks,
+                num_kv_heads=num_kv_heads,
+                page_tokens=spec.geometry.page_tokens,
+            )
+            regions.append(out.reshape(count * queries, *q_TNH.shape[1:]))
+    return regions[0] if len(regions) == 1 else jnp.concatenate(regions)

@@ -1,0 +1,161 @@
+"""Checkpoint tensors to sharded device arrays, one parameter at a time.
+
+Each parameter is one record: its shape, how it is split over the mesh, and the checkpoint tensors it is made of.
+Loading, dummy weights and sharding all follow from the records, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from multilora_jax.errors import ConfigError
+from multilora_jax.models.checkpoint import Checkpoint
+from multilora_jax.models.layers import LlamaSpec
+from multilora_jax.models.llama import Llama
+from multilora_jax.models.rope import rope_tables
+
+MODEL_AXIS = "model"
+"""Mesh axis of tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """One parameter.
+
+    Attributes:
+        name: its key in Llama's `top` or in a layer.
+        sources: checkpoint tensors laid end to end along axis 0, within each shard.
+        shape: whole shape.
+        spec: how it is split over the mesh.
+        scale: standard deviation of dummy weights; 0 draws ones (a norm).
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    spec: P
+    scale: float
+
+
+def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
+    """The parameters of one layer."""
+    c = spec.config
+    D, F, Q, KV = c.hidden_size, c.ffn_size, c.q_dim, c.kv_dim
+    column, row = P(MODEL_AXIS, None), P(None, MODEL_AXIS)
+    prefix = f"model.layers.{layer}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    qkv = tuple(f"{attention}{n}_proj" for n in "qkv")
+    gate_up = (f"{mlp}gate_proj", f"{mlp}up_proj")
+    weights = [
+        ("qkv", qkv, (Q + 2 * KV, D), column, c.attention_bias, P(MODEL_AXIS)),
+        ("o", (f"{attention}o_proj",), (D, Q), row, c.attention_bias, P()),
+        ("gate_up", gate_up, (2 * F, D), column, c.mlp_bias, P(MODEL_AXIS)),
+        ("down", (f"{mlp}down_proj",), (D, F), row, c.mlp_bias, P()),
+    ]
+    records = [
+        ParamRecord("input_norm", (f"{prefix}input_layernorm.weight",), (D,), P(), 0),
+        ParamRecord("post_norm", (f"{prefix}post_attention_layernorm.weight",), (D,), P(), 0),
+    ]
+    for name, modules, shape, split, biased, bias_split in weights:
+        scale = shape[1] ** -0.5
+        records.append(ParamRecord(name, tuple(f"{m}.weight" for m in modules), shape, split, scale))
+        if biased:
+            sources = tuple(f"{m}.bias" for m in modules)
+            records.append(ParamRecord(f"{name}_bias", sources, shape[:1], bias_split, 0.02))
+    return records
+
+
+def top_records(spec: LlamaSpec) -> list[ParamRecord]:
+    """The parameters outside the layers. A vocabulary that the shards do not divide is replicated."""
+    c = spec.config
+    split = P(MODEL_AXIS, None) if c.vocab_size % spec.geometry.tp == 0 else P()
+    shape = (c.vocab_size, c.hidden_size)
+    records = [
+        ParamRecord("embed", ("model.embed_tokens.weight",), shape, split, 1.0),
+        ParamRecord("final_norm", ("model.norm.weight",), (c.hidden_size,), P(), 0),
+    ]
+    if not c.tie_word_embeddings:
+        records.append(ParamRecord("lm_head", ("lm_head.weight",), shape, split, c.hidden_size**-0.5))
+    return records
+
+
+def param_specs(spec: LlamaSpec) -> dict[str, Any]:
+    """PartitionSpecs in the structure of Llama.params()."""
+    top = {record.name: record.spec for record in top_records(spec)} | {"cos": P(), "sin": P()}
+    layers = [{r.name: r.spec for r in layer_records(spec, layer)} for layer in range(spec.config.num_layers)]
+    return {"top": top, "layers": layers}
+
+
+def load_llama(
+    spec: LlamaSpec,
+    max_len: int,
+    mesh: Mesh,
+    checkpoint: Checkpoint | None,
+    *,
+    seed: int = 0,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Llama:
+    """Builds the model on a mesh.
+
+    Args:
+        spec: static description.
+        max_len: positions to prepare rotary tables for.
+        mesh: devices; parameters are split over its MODEL_AXIS.
+        checkpoint: where tensors come from; None draws dummy weights from `seed`.
+        progress: wraps the iteration over layers, for a progress bar.
+
+    Tensors are read, joined, cast and handed to the device one parameter at a time.
+    """
+    if spec.config.vocab_size % spec.geometry.tp and spec.geometry.tp > 1 and spec.config.ffn_size % spec.geometry.tp:
+        raise ConfigError(
+            f"tensor_parallel_size {spec.geometry.tp} does not divide the model's intermediate_size "
+            f"{spec.config.ffn_size}", reason="tensor_parallel_size", param="tensor_parallel_size",
+        )  # fmt: skip
+    rng = np.random.default_rng(seed)
+
+    def build(records: Iterable[ParamRecord]) -> dict[str, jax.Array]:
+        made = {}
+        for record in records:
+            host = _dummy(spec, record, rng) if checkpoint is None else _join(spec, record, checkpoint)
+            made[record.name] = jax.device_put(host, NamedSharding(mesh, record.spec))
+        return made
+
+    top = build(top_records(spec))
+    for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
+        top[name] = jax.device_put(table, NamedSharding(mesh, P()))
+    layers = [build(layer_records(spec, layer)) for layer in progress(range(spec.config.num_layers))]
+    return Llama(spec, top, layers)
+
+
+def _join(spec: LlamaSpec, record: ParamRecord, checkpoint: Checkpoint) -> np.ndarray:
+    """Reads a parameter's tensors; where axis 0 is split, each shard's part of every tensor lies together."""
+    out = np.empty(record.shape, spec.dtype)
+    tp = spec.geometry.tp if len(record.spec) and record.spec[0] == MODEL_AXIS else 1
+    shards = out.reshape(tp, record.shape[0] // tp, *record.shape[1:])
+    start = 0
+    for source in record.sources:
+        tensor = checkpoint.tensor(source)
+        part = tensor.reshape(tp, tensor.shape[0] // tp, *tensor.shape[1:])
+        shards[:, start : start + part.shape[1]] = part
+        start += part.shape[1]
+    return out
+
+
+def _dummy(spec: LlamaSpec, record: ParamRecord, rng: np.random.Generator) -> np.ndarray:
+    if record.scale == 0:
+        return np.ones(record.shape, spec.dtype)
+    return (rng.standard_normal(record.shape, np.float32) * np.float32(record.scale)).astype(spec.dtype)
+
+
+def iterate_bytes(params: dict[str, Any]) -> Iterator[int]:
+    """Bytes of each parameter array, over all devices once."""
+    for leaf in jax.tree.leaves(params):
+        yield leaf.size * jnp.dtype(leaf.dtype).itemsize

@@ -1,0 +1,128 @@
+"""Choosing the next token on the device, row by row.
+
+Each row draws with its own key, folded with the position of the token it draws, so a seed gives the same text in any
+batch. Work that no row of a step asked for is skipped by `lax.cond`; no option ever recompiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from multilora_jax.models.batch import SamplingBatch
+
+NUM_TOP = 20
+"""Alternatives that a step returns for rows that ask for log-probabilities."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class StepOutput:
+    """What a step gives back for each of its S rows."""
+
+    token_S: jax.Array  # int32[S], the sampled token
+    logprob_S: jax.Array  # float32[S], ln p of that token before temperature; 0 where no row asked
+    rank_S: jax.Array  # int32[S], 1 for the most likely token
+    top_ids_SK: jax.Array  # int32[S, NUM_TOP], most likely tokens
+    top_logprobs_SK: jax.Array  # float32[S, NUM_TOP]
+    hidden: jax.Array  # activation layout over all T tokens, for prompt log-probabilities
+
+
+def sample(logits_SV: jax.Array, sampling: SamplingBatch, position_S: jax.Array) -> jax.Array:
+    """int32[S]: the most likely token where temperature is 0, else a draw after temperature, top-k, top-p and min-p.
+
+    Args:
+        logits_SV: float32[S, V].
+        position_S: int32[S], position of the token to draw.
+    """
+    greedy_S = jnp.argmax(logits_SV, -1).astype(jnp.int32)
+    drawn_S = jax.lax.cond(
+        jnp.any(sampling.temperature_S > 0), _draw, lambda *_: greedy_S, logits_SV, sampling, position_S
+    )
+    return jnp.where(sampling.temperature_S > 0, drawn_S, greedy_S)
+
+
+def _draw(logits_SV: jax.Array, sampling: SamplingBatch, position_S: jax.Array) -> jax.Array:
+    scaled_SV = logits_SV / jnp.where(sampling.temperature_S > 0, sampling.temperature_S, 1.0)[:, None]
+    truncates = (sampling.top_k_S > 0) | (sampling.top_p_S < 1) | (sampling.min_p_S > 0)
+    kept_SV = jax.lax.cond(jnp.any(truncates), _truncate, lambda x, _: x, scaled_SV, sampling)
+
+    def noise(seed_2: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (logits_SV.shape[1],), jnp.float32)
+
+    gumbel_SV = jax.vmap(noise)(sampling.seed_S2, position_S)
+    return jnp.argmax(kept_SV + gumbel_SV, -1).astype(jnp.int32)
+
+
+def _truncate(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    """-inf below each row's threshold: its top_k-th logit, then the top_p mass, then min_p of the best.
+
+    Thresholds come from bisecting the ordered bit patterns of float32, 32 exact halvings instead of a sort over the
+    vocabulary. Tokens tied with the last one kept are kept too.
+    """
+    V = logits_SV.shape[1]
+    order_SV = _ordered(logits_SV)
+    want_S = jnp.where(sampling.top_k_S > 0, jnp.minimum(sampling.top_k_S, V), V)
+    kth_S = _largest(order_SV, lambda kept_SV: jnp.sum(kept_SV, -1) >= want_S)
+    kept_SV = order_SV >= kth_S[:, None]
+    p_SV = jax.nn.softmax(jnp.where(kept_SV, logits_SV, -jnp.inf), -1)
+    # Sums round: a top_p of 1 keeps everything rather than losing the smallest probabilities.
+    mass_S = jnp.where(sampling.top_p_S < 1, sampling.top_p_S, 0.0)
+    pth_S = _largest(order_SV, lambda some_SV: jnp.sum(jnp.where(some_SV, p_SV, 0), -1) >= mass_S)
+    kept_SV &= (order_SV >= pth_S[:, None]) | (sampling.top_p_S >= 1)[:, None]
+    kept_SV &= p_SV >= sampling.min_p_S[:, None] * p_SV.max(-1, keepdims=True)
+    return jnp.where(kept_SV, logits_SV, -jnp.inf)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 to uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest(order_SV: jax.Array, enough) -> jax.Array:
+    """Per row the largest threshold t for which `enough(order >= t)` holds; it must hold at 0."""
+
+    def body(i: jax.Array, t_S: jax.Array) -> jax.Array:
+        higher_S = t_S | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(enough(order_SV >= higher_S[:, None]), higher_S, t_S)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(order_SV.shape[0], jnp.uint32))
+
+
+def token_logprobs(
+    logits_SV: jax.Array, token_S: jax.Array, wanted: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of given tokens and of the most likely ones.
+
+    Args:
+        logits_SV: float32[S, V], before temperature.
+        token_S: int32[S].
+        wanted: bool scalar; False skips the work and returns zeros.
+
+    Returns:
+        (logprob_S, rank_S, top_ids_SK, top_logprobs_SK) as in StepOutput.
+    """
+    S, V = logits_SV.shape
+    k = min(NUM_TOP, V)
+
+    def compute() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        logprob_SV = jax.nn.log_softmax(logits_SV, -1)
+        own_S = jnp.take_along_axis(logprob_SV, token_S[:, None], 1, mode="clip")[:, 0]
+        rank_S = jnp.sum(logprob_SV > own_S[:, None], -1, dtype=jnp.int32) + 1
+        top_SK, ids_SK = jax.lax.top_k(logprob_SV, k)
+        pad = ((0, 0), (0, NUM_TOP - k))
+        return own_S, rank_S, jnp.pad(ids_SK, pad), jnp.pad(top_SK, pad, constant_values=-jnp.inf)
+
+    def skip() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        return (
+            jnp.zeros(S, jnp.float32),
+            jnp.zeros(S, jnp.int32),
+            jnp.zeros((S, NUM_TOP), jnp.int32),
+            jnp.zeros((S, NUM_TOP), jnp.float32),
+        )
+
+    return jax.lax.cond(wanted, compute, skip)

@@ -1,0 +1,162 @@
+"""The server's command: `python -m multilora_jax.serve --config FILE [--key value ...]`.
+
+The port is taken before the model is loaded, so that /health answers 503 meanwhile and a port in use is an error at
+once. The engine is built on the main thread (progress bars, signals), HTTP runs on a second one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import resource
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from multilora_jax import flags
+from multilora_jax.async_engine import AsyncEngine
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.errors import ConfigError
+from multilora_jax.server.app import create_app
+
+DRAIN_S = 30
+"""Seconds that running requests get to finish after SIGTERM or SIGINT."""
+
+_STARTED = time.monotonic()
+
+def serve(config: EngineConfig) -> int:
+    """Serve until a signal; returns the exit status.
+
+    SIGTERM and SIGINT stop accepting, let running requests finish for DRAIN_S and return 0; before the server is
+    ready they end the process at once. A second SIGINT does not wait.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or the engine cannot be built from this configuration.
+    """
+    with listen(config.host, config.port) as listener:
+        app = create_app(None, config)
+        http = _Http(app, listener)
+        try:
+            engine = LLMEngine(config)
+            if config.warm_up:
+                engine.warm_up()
+        except BaseException:
+            http.stop()
+            raise
+        async_engine = AsyncEngine(engine)
+        app.state.context.attach(async_engine)
+        address = f"http://{url_host(config.host)}:{listener.getsockname()[1]}"
+        seconds = time.monotonic() - _STARTED
+        print(engine.describe())
+        print(f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}")
+        print(f"\n{curl_line(engine, address)}\n", flush=True)
+        status = http.wait()
+        async_engine.shutdown(drain=False)
+    return status
+
+
+class _Http:
+    """uvicorn on a thread, ended by the process's signals, which only the main thread may receive."""
+
+    def __init__(self, app: Any, listener: socket.socket):
+        config = uvicorn.Config(
+            app, loop="asyncio", lifespan="off", log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=DRAIN_S,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._waiting = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> int:
+        """Block until the server has been told to end and has drained; 1 if it ended by itself."""
+        self._waiting = True
+        self._thread.join()
+        return 0 if self._server.should_exit else 1
+
+    def stop(self) -> None:
+        """End without waiting for requests: none can be running yet."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if not self._waiting:
+            sys.exit(0)
+        if self._server.should_exit and number == signal.SIGINT:
+            self._server.force_exit = True
+        self._server.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address is in use or is none of this machine's."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # One socket: "localhost" may stand for both families, and clients try IPv4 more often.
+        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"port {port} on {host} is in use: stop what listens there, or choose another with --port"
+            raise ConfigError(message, reason="address_in_use", param="port") from error
+        message = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+        raise ConfigError(message, reason="bad_address", param="host") from error
+
+
+def url_host(host: str) -> str:
+    """`host` as a caller on this machine writes it in a URL."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+def curl_line(engine: LLMEngine, address: str) -> str:
+    """A request to paste into a shell; it asks an adapter where there is one."""
+    adapters = engine.list_loras()
+    body: dict[str, Any] = {"model": adapters[0].name if adapters else engine.base_name}
+    has_template = engine.config.chat_template is not None or (engine.tokenizer and engine.tokenizer.chat_template)
+    if engine.tokenizer is None:
+        route = "completions"
+        body["prompt"] = [1, 2, 3]
+    elif has_template:
+        route = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+    else:
+        route = "completions"
+        body["prompt"] = "The capital of France is"
+    body["max_tokens"] = 32
+    key = ' -H "Authorization: Bearer $API_KEY"' if engine.config.api_keys else ""
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Unlike ru_maxrss it does not count what the parent held before it started this program.
+        match = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if match:
+            return int(match[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def main(_: list[str]) -> int:
+    """Entry point of the command."""
+    return serve(flags.config_from_flags())
+
+
+if __name__ == "__main__":
+    flags.define_flags()
+    flags.run(main)

@@ -1,0 +1,143 @@
+"""Pieces of an answer that completions and chat share: usage, log probabilities, ids."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from multilora_jax.errors import MultiLoRAError
+from multilora_jax.request import CompletionOutput, FinishReason, Logprob, RequestOutput
+
+if TYPE_CHECKING:
+    from multilora_jax.tokenizer import Tokenizer
+
+Logprobs = Sequence[dict[int, Logprob] | None]
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+class GenerationFailed(MultiLoRAError):
+    """The engine ended a request with finish_reason "error"."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What every chunk of one answer repeats."""
+
+    object: str
+    model: str
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def wrap(self, choices: list[dict[str, Any]], digest: str | None, **extra: Any) -> dict[str, Any]:
+        """One answer or chunk; `system_fingerprint` tells which content of an adapter answered."""
+        fingerprint = f"lora-{digest[:16]}" if digest else None
+        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": fingerprint, "choices": choices, **extra}
+
+
+def new_id(prefix: str, request_id: str | None) -> str:
+    """The answer's id, made of the client's request_id where it sent one."""
+    return f"{prefix}-{request_id or uuid.uuid4().hex}"
+
+
+def engine_id(answer_id: str, index: int) -> str:
+    """An id for one prompt inside the engine: unique even when a client sends the same request_id again."""
+    return f"{answer_id}-{index}-{uuid.uuid4().hex[:8]}"
+
+
+def completion_of(output: RequestOutput) -> CompletionOutput:
+    """The one continuation of a request. Raises GenerationFailed if the engine could not finish it."""
+    completion = output.outputs[0]
+    if completion.finish_reason == FinishReason.ERROR.value:
+        raise GenerationFailed(f"request {output.request_id} failed in the engine")
+    return completion
+
+
+def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Token counts over all prompts of a request."""
+    outputs = list(outputs)
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: Logprobs, num_top: int, tokenizer: Tokenizer | None
+) -> dict[str, list[Any]]:
+    """The shape of /v1/completions, without text_offset. The first token of a prompt has no probability: null.
+
+    Args:
+        token_ids, logprobs: of the same tokens, in order.
+        num_top: alternatives to list; the token itself is listed too.
+        tokenizer: spells the tokens that have no table.
+    """
+    tokens, chosen, top = [], [], []
+    for token_id, table in zip(token_ids, logprobs, strict=False):
+        if table is None and tokenizer is not None:
+            tokens.append(tokenizer.token_text(token_id))
+        else:
+            tokens.append(_token_text(token_id, table))
+        if table is None:
+            chosen.append(None)
+            top.append(None)
+            continue
+        chosen.append(_finite(table[token_id]))
+        alternatives = {token_id: table[token_id], **dict(_most_likely(table, num_top))}
+        by_text: dict[str, float] = {}
+        for other_id, logprob in _most_likely(alternatives, len(alternatives)):
+            by_text.setdefault(_token_text(other_id, table), _finite(logprob))
+        top.append(by_text)
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top}
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Logprobs, num_top: int, tokenizer: Tokenizer | None
+) -> dict[str, list[Any]]:
+    """The shape of /v1/chat/completions."""
+
+    def entry(token_id: int, table: dict[int, Logprob]) -> dict[str, Any]:
+        text = _token_text(token_id, table)
+        raw = tokenizer.token_bytes(token_id) if tokenizer is not None else text.encode()
+        return {"token": text, "logprob": _finite(table[token_id]), "bytes": list(raw)}
+
+    content = []
+    for token_id, table in zip(token_ids, logprobs, strict=False):
+        if table is not None:
+            top = [entry(other_id, table) for other_id, _ in _most_likely(table, num_top)]
+            content.append({**entry(token_id, table), "top_logprobs": top})
+    return {"content": content}
+
+
+def prompt_logprobs(logprobs: Logprobs | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's shape: for each prompt token, its table of token id to log probability; null for the first."""
+    if logprobs is None:
+        return None
+
+    def entry(logprob: Logprob) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
+
+    tables = [None if table is None else {str(i): entry(logprob) for i, logprob in table.items()} for table in logprobs]
+    return tables
+
+
+def _most_likely(table: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    return sorted(table.items(), key=lambda item: -item[1].logprob)[:count]
+
+
+def _token_text(token_id: int, table: dict[int, Logprob] | None) -> str:
+    text = table[token_id].decoded_token if table is not None else None
+    return f"token_id:{token_id}" if text is None else text
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, MIN_LOGPROB)

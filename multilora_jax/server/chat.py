@@ -1,0 +1,142 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from multilora_jax.request import RequestOutput
+from multilora_jax.server.answers import (
+    Envelope,
+    chat_logprobs,
+    completion_of,
+    engine_id,
+    new_id,
+    prompt_logprobs,
+    usage,
+)
+from multilora_jax.server.context import ServerContext
+from multilora_jax.server.inputs import chat_prompt
+from multilora_jax.server.protocol import ChatBody
+from multilora_jax.server.streaming import (
+    CLIENT_CLOSED_REQUEST,
+    ClientGone,
+    EventStream,
+    OutputStream,
+    last_outputs,
+    merged,
+    submit_all,
+    until_disconnect,
+)
+
+if TYPE_CHECKING:
+    from multilora_jax.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    context: ServerContext = request.app.state.context
+    engine = context.engine
+    target = context.resolve(body.model)
+    prompt, max_tokens = await chat_prompt(body, engine.engine, context.chat_template)
+    params = body.sampling_params(max_tokens, body.num_logprobs, body.prompt_logprobs)
+    answer_id = new_id("chatcmpl", body.request_id)
+    tokenizer = engine.engine.tokenizer
+
+    async def submit() -> list[OutputStream]:
+        submission = engine.submit(
+            {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
+            lora_request=target.lora_request, priority=body.priority or 0,
+        )  # fmt: skip
+        return await submit_all([submission])
+
+    if body.stream:
+        answer = Envelope("chat.completion.chunk", target.name, answer_id)
+        streams = await submit()
+        return EventStream(_events(body, streams[0], answer, tokenizer), streams)
+
+    async def run() -> list[RequestOutput]:
+        return await last_outputs(await submit())
+
+    try:
+        [output] = await until_disconnect(request.receive, run())
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    answer = Envelope("chat.completion", target.name, answer_id)
+    extra: dict[str, Any] = {"usage": usage([output])}
+    if body.return_token_ids:
+        extra["prompt_token_ids"] = list(output.prompt_token_ids)
+    if body.prompt_logprobs is not None:
+        extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    return JSONResponse(answer.wrap([_choice(body, output, tokenizer)], output.adapter_digest, **extra))
+
+
+def _choice(body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    completion = completion_of(output)
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": _logprobs(body, output, 0, len(completion.token_ids), tokenizer),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = list(completion.token_ids)
+    return choice
+
+
+async def _events(
+    body: ChatBody, stream: OutputStream, answer: Envelope, tokenizer: Tokenizer | None
+) -> AsyncGenerator[dict[str, Any], None]:
+    num_chars = num_tokens = 0
+    started = False
+    output: RequestOutput | None = None
+
+    def chunk(output: RequestOutput, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
+        if body.include_usage:
+            extra["usage"] = usage([output]) if body.continuous_usage else None
+        return answer.wrap([{"index": 0, **choice}], output.adapter_digest, **extra)
+
+    async with aclosing(merged([stream])) as outputs:
+        async for _, output in outputs:
+            if not started:
+                started = True
+                extra = {"prompt_token_ids": list(output.prompt_token_ids)} if body.return_token_ids else {}
+                delta = {"role": "assistant", "content": ""}
+                yield chunk(output, {"delta": delta, "logprobs": None, "finish_reason": None}, **extra)
+            completion = completion_of(output)
+            text = completion.text[num_chars:]
+            upto = len(completion.token_ids)
+            shows_tokens = upto > num_tokens and (body.logprobs or body.return_token_ids)
+            if not (text or shows_tokens or output.finished):
+                continue
+            choice: dict[str, Any] = {
+                "delta": {"content": text} if text else {},
+                "logprobs": _logprobs(body, output, num_tokens, upto, tokenizer),
+                "finish_reason": completion.finish_reason if output.finished else None,
+            }
+            if output.finished:
+                choice["stop_reason"] = completion.stop_reason
+            if body.return_token_ids:
+                choice["token_ids"] = list(completion.token_ids[num_tokens:upto])
+            num_chars, num_tokens = len(completion.text), upto
+            yield chunk(output, choice)
+    if body.include_usage and output is not None:
+        yield answer.wrap([], output.adapter_digest, usage=usage([output]))
+
+
+def _logprobs(
+    body: ChatBody, output: RequestOutput, start: int, end: int, tokenizer: Tokenizer | None
+) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    completion = completion_of(output)
+    tables = (completion.logprobs or [])[start:end]
+    return chat_logprobs(completion.token_ids[start:end], tables, body.num_logprobs or 0, tokenizer)

@@ -1,0 +1,207 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from multilora_jax.async_engine import AsyncEngine
+from multilora_jax.request import CompletionOutput, FinishReason, RequestOutput
+from multilora_jax.server.answers import (
+    Envelope,
+    completion_logprobs,
+    completion_of,
+    engine_id,
+    new_id,
+    prompt_logprobs,
+    usage,
+)
+from multilora_jax.server.context import ServerContext, Target
+from multilora_jax.server.inputs import Prompt, completion_prompts
+from multilora_jax.server.protocol import CompletionBody
+from multilora_jax.server.streaming import (
+    CLIENT_CLOSED_REQUEST,
+    ClientGone,
+    EventStream,
+    OutputStream,
+    last_outputs,
+    merged,
+    submit_all,
+    until_disconnect,
+)
+
+if TYPE_CHECKING:
+    from multilora_jax.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionBody, request: Request) -> Response:
+    """Continue one or several prompts."""
+    context: ServerContext = request.app.state.context
+    target = context.resolve(body.model)
+    prompts = await completion_prompts(body, context.engine.engine)
+    tokenizer = context.engine.engine.tokenizer
+    answer = Envelope("text_completion", target.name, new_id("cmpl", body.request_id))
+    if body.stream:
+        streams = await _submit(body, context.engine, target, prompts, answer.id)
+        return EventStream(_events(body, prompts, streams, answer, tokenizer), streams)
+
+    async def run() -> list[RequestOutput]:
+        return await last_outputs(await _submit(body, context.engine, target, prompts, answer.id))
+
+    try:
+        outputs = await until_disconnect(request.receive, run())
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    choices = [
+        _Choice(body, prompt, index, tokenizer).finish(output)
+        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    return JSONResponse(answer.wrap(choices, outputs[0].adapter_digest, usage=usage(outputs)))
+
+
+async def _submit(
+    body: CompletionBody, engine: AsyncEngine, target: Target, prompts: list[Prompt], answer_id: str
+) -> list[OutputStream]:
+    logprobs = body.logprobs
+    about_prompt = logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    params = body.sampling_params(max(body.new_tokens, 1), logprobs, about_prompt)
+    if body.new_tokens == 0 and about_prompt is None:
+        return [_EchoOnly(prompt.token_ids) for prompt in prompts]
+    streams = await submit_all(
+        engine.submit(
+            {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, index),
+            lora_request=target.lora_request, priority=body.priority or 0,
+        )
+        for index, prompt in enumerate(prompts)
+    )  # fmt: skip
+    return streams if body.new_tokens else [_PromptOnly(stream) for stream in streams]
+
+
+async def _events(
+    body: CompletionBody,
+    prompts: list[Prompt],
+    streams: list[OutputStream],
+    answer: Envelope,
+    tokenizer: Tokenizer | None,
+) -> AsyncGenerator[dict[str, Any], None]:
+    choices = [_Choice(body, prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+    newest: dict[int, RequestOutput] = {}
+    async with aclosing(merged(streams)) as outputs:
+        async for index, output in outputs:
+            newest[index] = output
+            choice = choices[index].advance(output)
+            if choice is not None:
+                extra = _stream_usage(body, newest)
+                yield answer.wrap([choice], output.adapter_digest, **extra)
+    if body.include_usage:
+        yield answer.wrap([], newest[0].adapter_digest, usage=usage(newest.values()))
+
+
+def _stream_usage(body: CompletionBody, newest: dict[int, RequestOutput]) -> dict[str, Any]:
+    if not body.include_usage:
+        return {}
+    return {"usage": usage(newest.values()) if body.continuous_usage else None}
+
+
+class _Choice:
+    """One prompt's choice, whole or in pieces: what was sent already is counted here."""
+
+    def __init__(self, body: CompletionBody, prompt: Prompt, index: int, tokenizer: Tokenizer | None):
+        self._body = body
+        self._prompt = prompt
+        self._index = index
+        self._started = False
+        self._num_chars = 0
+        self._num_tokens = 0
+        self._offset = 0
+        self._tokenizer = tokenizer
+        self._hidden: frozenset[int] = frozenset()
+        if tokenizer is not None and body.skip_special_tokens is not False:
+            self._hidden = tokenizer.special_ids
+
+    def finish(self, output: RequestOutput) -> dict[str, Any]:
+        """The choice of a finished request, in one piece."""
+        choice = self.advance(output)
+        assert choice is not None
+        return choice
+
+    def advance(self, output: RequestOutput) -> dict[str, Any] | None:
+        """What is new since the last call; None where that is nothing to send."""
+        body, completion = self._body, completion_of(output)
+        first = not self._started
+        text = completion.text[self._num_chars :]
+        num_tokens = len(completion.token_ids)
+        shows_tokens = num_tokens > self._num_tokens and (body.logprobs is not None or body.return_token_ids)
+        if not (text or shows_tokens or output.finished or (first and body.echo)):
+            return None
+        self._started = True
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "text": self._prompt.text + text if first and body.echo else text,
+            "logprobs": None if body.logprobs is None else self._logprobs(output, first, num_tokens),
+            "finish_reason": completion.finish_reason if output.finished else None,
+            "stop_reason": completion.stop_reason if output.finished else None,
+        }
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = list(output.prompt_token_ids) if first else None
+            choice["token_ids"] = list(completion.token_ids[self._num_tokens : num_tokens])
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        self._num_chars, self._num_tokens = len(completion.text), num_tokens
+        return choice
+
+    def _logprobs(self, output: RequestOutput, first: bool, num_tokens: int) -> dict[str, list[Any]]:
+        completion = completion_of(output)
+        token_ids = list(completion.token_ids[self._num_tokens : num_tokens])
+        tables: list[Any] = list((completion.logprobs or [])[self._num_tokens : num_tokens])
+        if first and self._body.echo:
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            tables = [*(output.prompt_logprobs or []), *tables]
+        shape = completion_logprobs(token_ids, tables, self._body.logprobs or 0, self._tokenizer)
+        shape["text_offset"] = [self._place(*token) for token in zip(token_ids, shape["tokens"], strict=False)]
+        return shape
+
+    def _place(self, token_id: int, text: str) -> int:
+        """Where a token begins in the text; special tokens that the text leaves out take no room in it."""
+        offset = self._offset
+        if token_id not in self._hidden:
+            self._offset += len(text)
+        return offset
+
+
+class _EchoOnly:
+    """max_tokens 0 without log probabilities: the prompt comes back and nothing has to be computed."""
+
+    def __init__(self, prompt_token_ids: list[int]):
+        completion = CompletionOutput(0, "", [], finish_reason=FinishReason.LENGTH.value)
+        self._output = RequestOutput("", None, prompt_token_ids, None, [completion], True)
+
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
+        yield self._output
+
+    async def aclose(self) -> None:
+        """Nothing is under way."""
+
+
+class _PromptOnly:
+    """max_tokens 0 with log probabilities of the prompt: the one token that the engine must generate is left out."""
+
+    def __init__(self, stream: OutputStream):
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
+        async for output in self._stream:
+            if output.finished:
+                output.outputs = [CompletionOutput(0, "", [], logprobs=[], finish_reason=FinishReason.LENGTH.value)]
+                yield output
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is finished."""
+        await self._stream.aclose()

@@ -1,0 +1,121 @@
+"""From a request's text to token ids that fit the model's context."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from multilora_jax.errors import UserError
+from multilora_jax.server.protocol import ChatBody, CompletionBody
+
+if TYPE_CHECKING:
+    from multilora_jax.engine.llm_engine import LLMEngine
+    from multilora_jax.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text that `echo` gives back."""
+
+    token_ids: list[int]
+    text: str
+
+
+async def completion_prompts(body: CompletionBody, engine: LLMEngine) -> list[Prompt]:
+    """The prompts of a completion request. Raises UserError for one that does not fit the context."""
+    prompts = await asyncio.to_thread(_completion_prompts, body, engine)
+    for prompt in prompts:
+        check_length(len(prompt.token_ids), body.new_tokens, engine.max_model_len, "prompt")
+    return prompts
+
+
+async def chat_prompt(body: ChatBody, engine: LLMEngine, chat_template: str | None) -> tuple[Prompt, int]:
+    """The rendered conversation, and the most tokens to answer with (the rest of the context by default)."""
+    prompt = await asyncio.to_thread(_chat_prompt, body, engine, chat_template)
+    limit, used = engine.max_model_len, len(prompt.token_ids)
+    new_tokens = body.new_tokens
+    check_length(used, 1 if new_tokens is None else new_tokens, limit, "messages")
+    return prompt, limit - used if new_tokens is None else new_tokens
+
+
+def check_length(num_prompt: int, new_tokens: int, limit: int, param: str) -> None:
+    """Raises UserError where prompt and answer exceed the context, saying by how much."""
+    if num_prompt + new_tokens <= limit:
+        return
+    room = limit - num_prompt
+    if room < 1:
+        raise UserError(
+            f"the prompt has {num_prompt} tokens and the model's context {limit}: shorten the prompt to at most "
+            f"{limit - 1} tokens, so that there is room to answer",
+            reason="context_length_exceeded", param=param,
+        )  # fmt: skip
+    raise UserError(
+        f"the prompt has {num_prompt} tokens and max_tokens asks for {new_tokens} more, together "
+        f"{num_prompt + new_tokens}; the model's context is {limit}: lower max_tokens to at most {room} "
+        "or shorten the prompt",
+        reason="context_length_exceeded", param="max_tokens",
+    )  # fmt: skip
+
+
+def _completion_prompts(body: CompletionBody, engine: LLMEngine) -> list[Prompt]:
+    tokenizer = engine.tokenizer
+    skip_special = body.skip_special_tokens is not False
+    prompts = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            ids = _encode(_required(tokenizer), prompt, True, "prompt")
+            kept = _truncate(ids, body.truncate_prompt_tokens, engine.max_model_len - body.new_tokens)
+            text = prompt if len(kept) == len(ids) else _required(tokenizer).decode(kept, skip_special)
+        else:
+            kept = _truncate(prompt, body.truncate_prompt_tokens, engine.max_model_len - body.new_tokens)
+            vocab_size = engine.model_config.vocab_size
+            if not all(0 <= token < vocab_size for token in kept):
+                raise UserError(
+                    f"the prompt has token ids outside [0, {vocab_size})", reason="bad_token_id", param="prompt"
+                )
+            text = tokenizer.decode(kept, skip_special) if body.echo and tokenizer is not None else ""
+        prompts.append(Prompt(kept, text))
+    return prompts
+
+
+def _chat_prompt(body: ChatBody, engine: LLMEngine, chat_template: str | None) -> Prompt:
+    tokenizer = _required(engine.tokenizer)
+    text = tokenizer.apply_chat_template(
+        body.messages,
+        chat_template=chat_template,
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        **(body.chat_template_kwargs or {}),
+    )
+    # The template has already written every special token that the model wants.
+    ids = _encode(tokenizer, text, False, "messages")
+    room = engine.max_model_len - (body.new_tokens or 1)
+    return Prompt(_truncate(ids, body.truncate_prompt_tokens, room), text)
+
+
+def _truncate(ids: list[int], keep: int | None, room: int) -> list[int]:
+    """The last `keep` ids, or as many as there is room for where `keep` is -1."""
+    if keep is None:
+        return ids
+    return ids[-max(room, 1) :] if keep == -1 else ids[-keep:]
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = "the text is not valid Unicode: it has half of a surrogate pair"
+        raise UserError(message, reason="bad_text", param=param) from error
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if not ids:
+        raise UserError("the prompt has no tokens: send some text", reason="empty_prompt", param=param)
+    return ids
+
+
+def _required(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise UserError(
+            "this model has no tokenizer: send the prompt as token ids", reason="no_tokenizer", param="prompt"
+        )
+    return tokenizer

@@ -1,0 +1,79 @@
+"""Paged attention for any XLA device: a loop over chunks of pages with an online softmax.
+
+The loop runs only as far as the longest row of the batch needs, so one compiled program serves every context length.
+Keys and values are gathered by (page, kind, head), which hands the batched products their operands without a
+transposition; on a CPU that is three times faster than gathering whole pages.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+PAGE_CHUNK = 8
+"""Pages that one iteration reads of every row (128 tokens at 16 tokens a page)."""
+
+_MASKED = -1e30
+
+
+def paged_attention(
+    q_BQNH: jax.Array,
+    pool_LPE: jax.Array,
+    layer: jax.Array | int,
+    table_BP: jax.Array,
+    position_BQ: jax.Array,
+    num_chunks: jax.Array,
+    *,
+    num_kv_heads: int,
+    page_tokens: int,
+) -> jax.Array:
+    """Causal attention of B rows of Q queries each; all queries of a row see that row's pages.
+
+    Args:
+        q_BQNH: [B, Q, N, H], rotated queries, compute type.
+        pool_LPE: uint[L, P, E], the pool's bits; a page is laid out [2, K, page_tokens, H], keys first.
+        layer: index into L.
+        table_BP: int32[B, pages], pages a multiple of PAGE_CHUNK; entries past a row's context may be any valid page.
+        position_BQ: int32[B, Q]; a query sees the slots up to its own position, so each must be at least 0.
+        num_chunks: int32 scalar, ceil(longest context / (PAGE_CHUNK * page_tokens)).
+        num_kv_heads: K; page_tokens: slots of a page.
+
+    Returns:
+        [B, Q, N, H] in q's type; sums are float32.
+    """
+    B, Q, N, H = q_BQNH.shape
+    K, S = num_kv_heads, page_tokens
+    G = N // K
+    dtype = q_BQNH.dtype
+    # Rows of one KV head: every query and every head of the group, [B, K, Q*G, H].
+    q = (q_BQNH * H**-0.5).astype(dtype).reshape(B, Q, K, G, H).swapaxes(1, 2).reshape(B, K, Q * G, H)
+    position = jnp.broadcast_to(position_BQ[:, :, None], (B, Q, G)).reshape(B, Q * G)
+    pool = pool_LPE.reshape(*pool_LPE.shape[:2], 2, K, S * H)
+    heads = jnp.arange(K)[None, :, None]
+
+    def gather(pages: jax.Array, kind: int) -> jax.Array:
+        bits = pool.at[layer, pages, kind, heads].get(mode="promise_in_bounds")
+        return jax.lax.bitcast_convert_type(bits, dtype).reshape(B, K, PAGE_CHUNK * S, H)
+
+    def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, total, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(table_BP, i * PAGE_CHUNK, PAGE_CHUNK, 1)[:, None, :]
+        k, v = gather(pages, 0), gather(pages, 1)
+        score = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
+        slots = i * (PAGE_CHUNK * S) + jnp.arange(PAGE_CHUNK * S)
+        visible = slots[None, None, :] <= position[:, :, None]
+        score = jnp.where(visible[:, None], score, _MASKED)
+        new_top = jnp.maximum(top, score.max(-1))
+        p = jnp.exp(score - new_top[..., None])
+        shrink = jnp.exp(top - new_top)
+        add = jnp.einsum("bkqs,bksh->bkqh", p.astype(dtype), v, preferred_element_type=jnp.float32)
+        return new_top, total * shrink + p.sum(-1), out * shrink[..., None] + add
+
+    start = (
+        jnp.full((B, K, Q * G), _MASKED, jnp.float32),
+        jnp.zeros((B, K, Q * G), jnp.float32),
+        jnp.zeros((B, K, Q * G, H), jnp.float32),
+    )
+    _, total, out = jax.lax.fori_loop(0, num_chunks, body, start)
+    out = out / jnp.maximum(total, 1e-30)[..., None]
+    return out.astype(dtype).reshape(B, K, Q, G, H).swapaxes(1, 2).reshape(B, Q, N, H)

@@ -1,0 +1,333 @@
+"""Names, paths and threads of the registry."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import multilora_jax.lora.registry as registry_module
+from multilora_jax.errors import AdapterError, NotFoundError, PermissionDeniedError, UserError
+from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.registry import AdapterRegistry
+from multilora_jax.request import LoRARequest
+
+
+@pytest.fixture
+def make_registry(model_config):
+    geometry = model_config.geometry(num_pages=64, page_tokens=16, tp=1, dtype="float32")
+    return lambda *args, **kwargs: AdapterRegistry(model_config, geometry, 16, *args, **kwargs)
+
+
+@pytest.fixture
+def registry(make_registry):
+    return make_registry(base_names=("base",))
+
+
+def names(registry: AdapterRegistry) -> list[str]:
+    return [adapter.name for adapter in registry.list()]
+
+
+def outcome(call, *args) -> str | HostAdapter:
+    try:
+        return call(*args)
+    except UserError as error:
+        return error.reason
+
+
+def test_load_get_list_remove(registry, peft_folder, peft_tensors):
+    one, two = str(peft_folder("one")), str(peft_folder("two", peft_tensors(seed=1)))
+    first = registry.load(LoRARequest("a", 1, one))
+    second = registry.load(LoRARequest("b", 2, two))
+    assert registry.get("a") is first
+    assert registry.list() == [first, second]
+    assert (first.name, first.int_id, first.path, first.rank) == ("a", 1, one, 8)
+    assert first.digest != second.digest
+    assert registry.remove("a") is first
+    assert registry.list() == [second]
+    with pytest.raises(NotFoundError):
+        registry.remove("a")
+    registry.load(LoRARequest("c", 1, one))  # the id is free again
+
+
+def test_duplicates_are_refused_unless_in_place(registry, peft_folder, peft_tensors):
+    path = peft_folder("a")
+    first = registry.load(LoRARequest("a", 1, str(path)))
+    with pytest.raises(UserError, match="load_inplace") as caught:
+        registry.load(LoRARequest("a", 1, str(path)))
+    assert (caught.value.reason, caught.value.param, caught.value.status) == ("adapter_exists", "lora_name", 400)
+    peft_folder("a", peft_tensors(seed=1))
+    second = registry.load(LoRARequest("a", 1, str(path), load_inplace=True))
+    assert registry.list() == [second]
+    assert second.digest != first.digest
+    third = registry.load(LoRARequest("a", 5, str(path), load_inplace=True))
+    assert registry.list() == [third]
+    assert third.int_id == 5
+
+
+def test_a_failed_replacement_keeps_the_old_version(registry, peft_folder):
+    path = peft_folder("a")
+    first = registry.load(LoRARequest("a", 1, str(path)))
+    (path / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(AdapterError):
+        registry.load(LoRARequest("a", 1, str(path), load_inplace=True))
+    assert registry.list() == [first]
+
+
+def test_d06_a_failed_load_leaves_nothing_behind(registry, peft_folder, peft_tensors):
+    bad = str(peft_folder("bad", peft_tensors(17), r=17))
+    for _ in range(3):
+        with pytest.raises(AdapterError, match="rank 17"):
+            registry.load(LoRARequest("a", 1, bad))
+    assert registry.list() == []
+    assert registry.load(LoRARequest("a", 1, str(peft_folder("good")))).rank == 8
+
+
+def test_clashes_with_the_base_and_of_ids(registry, peft_folder):
+    path = str(peft_folder())
+    assert outcome(registry.load, LoRARequest("base", 1, path)) == "name_is_base_model"
+    assert outcome(registry.load, LoRARequest("base", 1, path, load_inplace=True)) == "name_is_base_model"
+    assert outcome(registry.resolve, LoRARequest("base", 1, path)) == "name_is_base_model"
+    registry.load(LoRARequest("a", 1, path))
+    registry.load(LoRARequest("b", 2, path))
+    assert outcome(registry.load, LoRARequest("c", 1, path)) == "lora_int_id_in_use"
+    assert outcome(registry.load, LoRARequest("b", 1, path, load_inplace=True)) == "lora_int_id_in_use"
+    assert names(registry) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "x" * 4000, "a\0b", "a\nb", "\x1b[31m", "\ud800"])
+def test_d24_bad_names(registry, peft_folder, name):
+    for call in (registry.load, registry.resolve):
+        with pytest.raises(UserError) as caught:
+            call(LoRARequest(name, 1, str(peft_folder())))
+        assert (caught.value.reason, caught.value.param) == ("bad_lora_name", "lora_name")
+        assert len(caught.value.message) < 200
+    assert registry.list() == []
+    registry.load(LoRARequest("x" * 256, 1, str(peft_folder())))
+    registry.load(LoRARequest("../ü 名", 2, str(peft_folder())))  # a name is no path
+
+
+def test_resolve(registry, peft_folder, peft_tensors):
+    path, other = str(peft_folder("a")), str(peft_folder("b"))
+    first = registry.resolve(LoRARequest("a", 1, path))
+    assert registry.list() == [first]
+    assert registry.resolve(LoRARequest("a", 1, path)) is first
+    assert registry.resolve(LoRARequest("a", 1)) is first
+    assert registry.resolve(LoRARequest("a", 1, os.path.relpath(path))) is first
+    assert outcome(registry.resolve, LoRARequest("a", 1, other)) == "adapter_exists"
+    assert outcome(registry.resolve, LoRARequest("a", 2, path)) == "adapter_exists"
+    assert outcome(registry.resolve, LoRARequest("a", 2)) == "adapter_exists"
+    assert outcome(registry.resolve, LoRARequest("a", 2, load_inplace=True)) == "adapter_exists"
+    assert outcome(registry.resolve, LoRARequest("b", 2)) == "unknown_adapter"
+    peft_folder("a", peft_tensors(seed=1))
+    assert registry.resolve(LoRARequest("a", 1, path)) is first
+    second = registry.resolve(LoRARequest("a", 1, path, load_inplace=True))
+    assert registry.list() == [second]
+    assert second.digest != first.digest
+
+
+def test_paths_through_links_that_move_on(registry, peft_folder, tmp_path):
+    old, new, link = peft_folder("old"), peft_folder("new"), tmp_path / "latest"
+    link.symlink_to(old)
+    first = registry.load(LoRARequest("a", 1, str(link)))
+    link.unlink()
+    link.symlink_to(new)
+    assert registry.resolve(LoRARequest("a", 1, str(link))) is first
+
+
+def test_unknown_names_are_answered_with_the_closest_and_a_bounded_list(registry, peft_folder):
+    path = str(peft_folder())
+    for i in range(40):
+        registry.load(LoRARequest(f"adapter-{i:02d}", i + 1, path))
+    with pytest.raises(NotFoundError, match="Did you mean 'adapter-07'") as caught:
+        registry.get("adaptr-07")
+    assert (caught.value.reason, caught.value.param, caught.value.status) == ("unknown_adapter", "model", 404)
+    assert "'adaptr-07'" in caught.value.message
+    assert "base, adapter-00" in caught.value.message
+    assert caught.value.message.count("adapter-") == 20
+    assert "and 21 more" in caught.value.message
+    with pytest.raises(NotFoundError) as caught:
+        registry.get("y" * 100_000)
+    assert len(caught.value.message) < 1000
+    assert "Did you mean" not in caught.value.message
+    with pytest.raises(NotFoundError) as caught:
+        registry.remove("zzz")
+    assert caught.value.param == "lora_name"
+
+
+def test_unknown_name_without_any_adapter(make_registry):
+    with pytest.raises(NotFoundError, match="Available: none"):
+        make_registry().get("a")
+
+
+@pytest.fixture
+def roots(make_registry, peft_folder, tmp_path):
+    """A registry bound to tmp_path/root with the adapter root/ok, and an adapter outside."""
+    peft_folder("outside")
+    shutil.copytree(tmp_path / "outside", tmp_path / "root" / "ok")
+    shutil.copytree(tmp_path / "outside", tmp_path / "root_2" / "ok")
+    return make_registry([str(tmp_path / "root")]), tmp_path / "root"
+
+
+def test_d24_paths_inside_the_roots(roots):
+    registry, root = roots
+    (root / "link").symlink_to("ok")
+    paths = (root / "ok", f"{root}/ok/", f"{root}/ok/../ok", root / "link", os.path.relpath(root / "ok"))
+    for i, path in enumerate(paths):
+        assert registry.load(LoRARequest(str(i), i + 1, str(path))).rank == 8
+
+
+def test_d24_paths_that_lead_out_are_refused(roots, monkeypatch):
+    registry, root = roots
+    outside = root.parent / "outside"
+    (root / "link").symlink_to(outside)
+    (root / "chain").symlink_to("link")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copytree(root / "ok", root / f"by {name}")
+        (root / f"by {name}" / name).unlink()
+        (root / f"by {name}" / name).symlink_to(outside / name)
+    monkeypatch.chdir(root)
+    escapes = [
+        "../../etc", "/etc", "/", "..", "ok/../../outside", str(outside), str(root / ".." / "outside"), "link", "chain",
+        "link/.", str(root.parent / "root_2" / "ok"), "by adapter_config.json", "by adapter_model.safetensors",
+        "/does/not/exist",
+    ]  # fmt: skip
+    for path in escapes:
+        with pytest.raises(PermissionDeniedError, match="adapter_roots") as caught:
+            registry.load(LoRARequest("a", 1, path))
+        assert (caught.value.reason, caught.value.param) == ("path_outside_roots", "lora_path"), path
+        assert caught.value.status == 403
+        assert outcome(registry.resolve, LoRARequest("a", 1, path)) == "path_outside_roots", path
+    assert registry.list() == []
+    assert registry.load(LoRARequest("a", 1, str(outside)), trusted=True).rank == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("", "bad_lora_path"), ("ok\0", "bad_lora_path"), ("\0", "bad_lora_path"), ("ok\ud800", "bad_lora_path"),
+        ("%2e%2e/outside", "adapter_path_not_found"), ("x" * 4000, "adapter_path_not_found"),
+        ("a/" * 3000, "adapter_path_not_found"), ("ok/adapter_config.json", "adapter_path_not_found"),
+        (".", "adapter_file_not_found"),
+    ],
+)  # fmt: skip
+def test_d24_odd_paths_have_defined_answers(roots, monkeypatch, path, reason):
+    registry, root = roots
+    monkeypatch.chdir(root)
+    with pytest.raises(UserError) as caught:
+        registry.load(LoRARequest("a", 1, path))
+    assert caught.value.reason == reason
+    assert len(caught.value.message) < 1000
+    caught.value.message.encode()  # can be sent
+
+
+def test_d13_nothing_stays_after_removal(registry, peft_folder):
+    path, kept = str(peft_folder()), []
+    for i in range(20):
+        registry.load(LoRARequest(f"a{i}", 1, path))
+        kept.append(weakref.ref(registry.get(f"a{i}")))
+        registry.remove(f"a{i}")
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 20
+    assert registry._name_locks == {}
+    assert registry.list() == []
+
+
+def test_next_int_id_is_unique_and_skips_ids_in_use(registry, peft_folder):
+    registry.load(LoRARequest("a", 7, str(peft_folder())))
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda _: registry.next_int_id(), range(200)))
+    assert sorted(ids) == list(range(8, 208))
+
+
+def parallel(count: int, call) -> list:
+    """Results of `call(i)` from `count` threads that start together."""
+    barrier = threading.Barrier(count)
+
+    def run(i: int):
+        barrier.wait()
+        return call(i)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+@pytest.fixture
+def slow_loads(monkeypatch):
+    """Makes every load wait a little, so that races show; returns how many ran, and most at the same time."""
+    counts = {"calls": 0, "now": 0, "most": 0}
+    lock, real = threading.Lock(), registry_module.load_adapter
+
+    def load(*args, **kwargs):
+        with lock:
+            counts["calls"] += 1
+            counts["now"] += 1
+            counts["most"] = max(counts["most"], counts["now"])
+        try:
+            threading.Event().wait(0.02)
+            return real(*args, **kwargs)
+        finally:
+            with lock:
+                counts["now"] -= 1
+
+    monkeypatch.setattr(registry_module, "load_adapter", load)
+    return counts
+
+
+def test_d22_parallel_loads_of_one_name(registry, peft_folder, slow_loads):
+    paths = [str(peft_folder("one")), str(peft_folder("two"))]
+    results = parallel(20, lambda i: outcome(registry.load, LoRARequest("a", 1, paths[i % 2])))
+    assert results.count("adapter_exists") == 19
+    assert [r for r in results if r != "adapter_exists"] == registry.list()
+    assert slow_loads["calls"] == 1
+    assert registry._name_locks == {}
+
+
+def test_d22_parallel_requests_for_one_name_load_it_once(registry, peft_folder, slow_loads):
+    path = str(peft_folder())
+    results = parallel(20, lambda i: outcome(registry.resolve, LoRARequest("a", 1, path)))
+    assert set(results) == set(registry.list())
+    assert len(registry.list()) == slow_loads["calls"] == 1
+
+
+def test_d22_different_names_load_in_parallel(registry, peft_folder, slow_loads):
+    path = str(peft_folder())
+    parallel(8, lambda i: registry.load(LoRARequest(f"a{i}", i + 1, path)))
+    assert sorted(names(registry)) == [f"a{i}" for i in range(8)]
+    assert slow_loads["most"] > 1
+
+
+def test_d22_one_id_under_two_names_goes_to_one_of_them(registry, peft_folder, slow_loads):
+    path = str(peft_folder())
+    results = parallel(8, lambda i: outcome(registry.load, LoRARequest(f"a{i}", 1, path)))
+    assert results.count("lora_int_id_in_use") == 7
+    assert len(registry.list()) == 1
+
+
+def test_d22_loads_and_removals_in_parallel(registry, peft_folder):
+    path = str(peft_folder())
+
+    def work(i: int) -> str | HostAdapter:
+        if i % 2:
+            return outcome(registry.remove, "a")
+        return outcome(registry.load, LoRARequest("a", 1, path))
+
+    for _ in range(5):
+        results = parallel(10, work)
+        loaded = [r for r in results[::2] if isinstance(r, HostAdapter)]
+        removed = [r for r in results[1::2] if isinstance(r, HostAdapter)]
+        assert set(results) - set(loaded) - set(removed) <= {"adapter_exists", "unknown_adapter"}
+        assert len(loaded) - len(removed) == len(registry.list()) <= 1
+        outcome(registry.remove, "a")
+    assert registry._name_locks == {}
+
+
+def test_start_up_loads_are_checked_at_once(registry, configs: Path):
+    for i, folder in enumerate(sorted((configs / "adapters").iterdir())):
+        assert outcome(registry.load, LoRARequest(folder.name, i + 1, str(folder))) == "unbound_tensors"

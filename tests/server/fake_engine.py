@@ -1,0 +1,213 @@
+"""An engine of LLMEngine's interface without a model: one byte a token, outputs written by the test."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from multilora_jax.config import EngineConfig
+from multilora_jax.detokenizer import IncrementalDetokenizer
+from multilora_jax.engine.metrics import EngineStats
+from multilora_jax.errors import UserError
+from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.registry import AdapterRegistry
+from multilora_jax.models.config import ModelConfig
+from multilora_jax.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    LoRARequest,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+from multilora_jax.tokenizer import Tokenizer, _byte_level_alphabet
+
+GOLDEN = Path(__file__).parent.parent / "data" / "golden_tiny"
+BOS, EOS, VOCAB_SIZE = 256, 257, 258
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if not loop.last or not continue_final_message %}{{ '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PAGE_TOKENS, PAGES = 16, 1000
+
+
+def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """Token i is byte i; <s> is 256 and </s> 257."""
+    backend = tokenizers.Tokenizer(BPE(vocab=_byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(backend, special_tokens=special, chat_template=chat_template, add_bos=True)
+
+
+class _Request:
+    def __init__(self, request_id, prompt_ids, params, adapter, forced, tokenizer):
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.adapter = adapter
+        self.forced = forced
+        self.output_ids: list[int] = []
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params)
+        self.metrics = RequestMetrics(arrival_time=time.monotonic())
+
+
+class FakeEngine:
+    """Generates `script[prompt text]` where the test wrote one, else "NAME:abcdefgh..." without end.
+
+    Attributes:
+        script: prompt text (without special tokens) to the bytes of the answer; an end of sequence follows them.
+        step_seconds: time that a step takes.
+        fail_step: raised by the next step.
+        gate: steps wait while it is cleared.
+    """
+
+    def __init__(self, *, max_model_len=128, max_num_seqs=8, step_seconds=0.0, tokenizer=None, **config):
+        self.config = EngineConfig(model="fake", served_model_name="base", **config)
+        self.tokenizer = tokenizer or byte_tokenizer()
+        self.base_name = self.config.base_name
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.step_seconds = step_seconds
+        self.script: dict[str, bytes] = {}
+        self.fail_step: BaseException | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        hf = json.loads((GOLDEN / "bases" / "tied" / "config.json").read_text())
+        self.model_config = ModelConfig.from_hf({**hf, "vocab_size": VOCAB_SIZE}, "tiny", None)
+        geometry = self.model_config.geometry(64, PAGE_TOKENS, 1, "float32")
+        self.registry = AdapterRegistry(
+            self.model_config, geometry, self.config.max_lora_rank, self.config.adapter_roots, base_names=["base"]
+        )
+        for i, (name, path) in enumerate(self.config.lora_modules.items()):
+            self.registry.load(LoRARequest(name, i + 1, path), trusted=True)
+        self.requests: dict[str, _Request] = {}
+        self.params_seen: list[SamplingParams] = []
+        self.counts = EngineStats()
+
+    # ---- any thread
+
+    def add_lora(self, request: LoRARequest) -> HostAdapter:
+        return self.registry.load(request)
+
+    def remove_lora(self, name: str) -> None:
+        self.registry.remove(name)
+
+    def list_loras(self) -> list[HostAdapter]:
+        return self.registry.list()
+
+    def lora_request(self, name: str) -> LoRARequest:
+        adapter = self.registry.get(name)
+        return LoRARequest(name, adapter.int_id, adapter.path)
+
+    # ---- engine thread
+
+    def add_request(self, request_id, prompt, params, lora_request=None, priority=0):
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt or [])
+        if not ids:
+            raise UserError("empty prompt", reason="empty_prompt", param="prompt")
+        if not all(0 <= i < VOCAB_SIZE for i in ids):
+            raise UserError("token id out of range", reason="bad_token_id", param="prompt")
+        if len(ids) >= self.max_model_len:
+            raise UserError("too long", reason="context_length_exceeded", param="prompt")
+        adapter = self.registry.resolve(lora_request) if lora_request is not None else None
+        text = self.tokenizer.decode(ids)
+        if text == "BUG":
+            raise TypeError("a bug in add_request")
+        forced = self.script.get(text)
+        self.params_seen.append(params)
+        self.requests[request_id] = _Request(request_id, ids, params, adapter, forced, self.tokenizer)
+        self.counts.prompt_tokens += len(ids)
+
+    def abort_request(self, request_id: str) -> bool:
+        return self.requests.pop(request_id, None) is not None
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[RequestOutput]:
+        self.gate.wait()
+        time.sleep(self.step_seconds)
+        if self.fail_step is not None:
+            raise self.fail_step
+        self.counts.steps += 1
+        return [self._advance(request) for request in list(self.requests.values())[: self.max_num_seqs]]
+
+    def stats(self) -> EngineStats:
+        running = list(self.requests.values())[: self.max_num_seqs]
+        waiting = list(self.requests.values())[self.max_num_seqs :]
+        kv = sum(-(-(len(r.prompt_ids) + len(r.output_ids)) // PAGE_TOKENS) for r in running)
+        names = [r.adapter.name for r in running if r.adapter], [r.adapter.name for r in waiting if r.adapter]
+        by_name = [{name: group.count(name) for name in group} for group in names]
+        return EngineStats(
+            num_running=len(running), num_waiting=len(waiting),
+            running_by_adapter=by_name[0], waiting_by_adapter=by_name[1],
+            pages_total=PAGES, pages_kv=kv, pages_free=PAGES - kv,
+            prompt_tokens=self.counts.prompt_tokens, generation_tokens=self.counts.generation_tokens,
+            steps=self.counts.steps,
+            resident=[(a.name, a.rank, False) for a in {r.adapter for r in running if r.adapter}],
+        )  # fmt: skip
+
+    def _next_token(self, request: _Request) -> int:
+        n = len(request.output_ids)
+        if request.forced is not None:
+            return request.forced[n] if n < len(request.forced) else EOS
+        name = (request.adapter.name if request.adapter else "base").encode() + b":"
+        return name[n] if n < len(name) else ord("a") + (n - len(name)) % 26
+
+    def _advance(self, request: _Request) -> RequestOutput:
+        params, now = request.params, time.monotonic()
+        request.metrics.first_scheduled_time = request.metrics.first_scheduled_time or now
+        request.metrics.first_token_time = request.metrics.first_token_time or now
+        token = self._next_token(request)
+        request.output_ids.append(token)
+        self.counts.generation_tokens += 1
+        reason = stop_reason = None
+        if token == EOS and not params.ignore_eos:
+            reason = FinishReason.STOP
+        elif token in (params.stop_token_ids or []):
+            reason, stop_reason = FinishReason.STOP, token
+        else:
+            stop_reason = request.detokenizer.append([token])
+            reason = FinishReason.STOP if stop_reason is not None else None
+        total = len(request.prompt_ids) + len(request.output_ids)
+        if reason is None and (len(request.output_ids) == params.max_tokens or total >= self.max_model_len):
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            request.detokenizer.finish()
+            request.metrics.finished_time = now
+            del self.requests[request.request_id]
+        outputs = request.output_ids
+        completion = CompletionOutput(
+            0, request.detokenizer.text, list(outputs),
+            logprobs=None if params.logprobs is None else [self._table(t, params.logprobs) for t in outputs],
+            finish_reason=reason and reason.value, stop_reason=stop_reason,
+        )  # fmt: skip
+        about_prompt = None
+        if params.prompt_logprobs is not None:
+            about_prompt = [None, *(self._table(t, params.prompt_logprobs) for t in request.prompt_ids[1:])]
+        return RequestOutput(
+            request.request_id, None, request.prompt_ids, about_prompt, [completion], reason is not None,
+            metrics=request.metrics, adapter_digest=request.adapter and request.adapter.digest,
+        )  # fmt: skip
+
+    def _table(self, token: int, count: int) -> dict[int, Logprob]:
+        """The token with probability 1/2, then its successors with 1/4, 1/8, ...; the last of 2 or more is -inf."""
+        table = {token: Logprob(-math.log(2), 1, self.tokenizer.token_text(token))}
+        for k in range(1, count):
+            other = (token + k) % VOCAB_SIZE
+            logprob = -math.inf if k == count - 1 else -(k + 1) * math.log(2)
+            table[other] = Logprob(logprob, k + 1, self.tokenizer.token_text(other))
+        return table
