@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multilora_jax.async_engine import AsyncEngine
     from multilora_jax.config import EngineConfig
-    from multilora_jax.models.batch import ForwardBatch
     from multilora_jax.engine.llm_engine import LLMEngine
     from multilora_jax.llm import LLM
+    from multilora_jax.models.batch import ForwardBatch
     from multilora_jax.models.llama import forward
     from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
 

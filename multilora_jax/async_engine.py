@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
-from multilora_jax.request import CompletionOutput, FinishReason, LoRARequest, RequestOutput, SamplingParams
-from multilora_jax.request_stream import RequestStream
+from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
+from multilora_jax.request_stream import RequestStream, post, wake_all
 
 if TYPE_CHECKING:
     from multilora_jax.engine.llm_engine import LLMEngine
@@ -93,6 +93,7 @@ class AsyncEngine:
         if lora_request is not None:
             await self._load_if_new(lora_request)
             lora_request = replace(lora_request, load_inplace=False)
+        prompt = await self._tokenized(prompt)
         stream = await self.submit(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         async with stream:
             async for output in stream:
@@ -125,15 +126,16 @@ class AsyncEngine:
         try:
             await stream.admitted
         except asyncio.CancelledError:
-            self._post_abort(request_id)
+            self._post_abort(stream)
             raise
         return stream
 
     async def abort(self, request_id: str) -> bool:
         """Stop a request; its generator ends with an output whose finish_reason is "abort". False if unknown."""
-        known = request_id in self._streams
-        self._post_abort(request_id)
-        return known
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._post_abort(stream)
+        return stream is not None
 
     def add_observer(self, observer: Observer) -> None:
         """Call `observer(output)` on the engine thread for every output of every request, aborted ones included."""
@@ -180,7 +182,7 @@ class AsyncEngine:
 
         def read() -> None:
             self._last_stats = self.engine.stats()
-            self._post(loop, lambda: answer.done() or answer.set_result(None))
+            post(loop, lambda: answer.done() or answer.set_result(None))
 
         with self._lock:
             running = self._cause_of_death is None and not self._stopped
@@ -235,23 +237,21 @@ class AsyncEngine:
                 if lora_request.load_inplace or lora_request.lora_name not in {a.name for a in self.list_loras()}:
                     raise
 
+    async def _tokenized(self, prompt: Prompt) -> Prompt:
+        """Text with its token ids, found on a worker thread: the engine thread must not wait for a long text."""
+        text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        if not isinstance(text, str) or not text or self.engine.tokenizer is None:
+            return prompt
+        return {"prompt": text, "prompt_token_ids": await asyncio.to_thread(self.engine.tokenizer.encode, text)}
+
     def _lora_name(self, int_id: int) -> str:
         for adapter in self.list_loras():
             if adapter.int_id == int_id:
                 return adapter.name
         raise NotFoundError(f"no adapter with id {int_id} is loaded", reason="adapter_not_found", param="lora_int_id")
 
-    def _post_abort(self, request_id: str) -> None:
-        self._commands.put(lambda: self._abort(request_id))
-
-    @staticmethod
-    def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> bool:
-        """Run a callback on an event loop; False if that loop is closed."""
-        try:
-            loop.call_soon_threadsafe(callback)
-        except RuntimeError:
-            return False
-        return True
+    def _post_abort(self, stream: RequestStream) -> None:
+        self._commands.put(lambda: self._abort(stream))
 
     # ---- engine thread -----------------------------------------------------------------------------------------
 
@@ -279,42 +279,30 @@ class AsyncEngine:
             block = False
             command()
 
-    def _add(
-        self,
-        stream: RequestStream,
-        prompt: Prompt,
-        params: SamplingParams,
-        lora_request: LoRARequest | None,
-        priority: int,
-    ) -> None:
+    def _add(self, stream: RequestStream, *request: Any) -> None:
+        if self._streams.get(stream.request_id) is not stream:
+            return  # aborted before it came to this
         try:
-            self.engine.add_request(stream.request_id, prompt, params, lora_request, priority)
+            self.engine.add_request(stream.request_id, *request)
         except Exception as error:  # whatever one request's input does must not end the thread for the others
             if not isinstance(error, UserError):
                 log.exception("add_request failed")
-            self._take(stream.request_id)
+            self._take(stream)
             stream.error = error
-            self._wake([stream])
-        else:
-            self._wake([stream])
+        self._wake([stream])
 
-    def _abort(self, request_id: str) -> None:
-        stream = self._take(request_id)
-        if stream is None:
+    def _abort(self, stream: RequestStream) -> None:
+        if not self._take(stream):
             return
-        self.engine.abort_request(request_id)
-        last = stream.newest
-        if last is None:
-            last = RequestOutput(request_id, None, [], None, [CompletionOutput(0, "", [])], False)
-        ends = [replace(output, finish_reason=FinishReason.ABORT.value) for output in last.outputs]
-        self._publish(stream, replace(last, outputs=ends, finished=True))
+        self.engine.abort_request(stream.request_id)
+        self._publish(stream, stream.aborted())
         self._wake([stream])
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         changed = []
         for output in outputs:
-            stream = self._take(output.request_id) if output.finished else self._streams.get(output.request_id)
-            if stream is not None:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and (not output.finished or self._take(stream)):
                 self._publish(stream, output)
                 changed.append(stream)
         self._wake(changed)
@@ -328,18 +316,16 @@ class AsyncEngine:
                 log.exception("an observer of the engine's outputs failed")
 
     def _wake(self, streams: Iterable[RequestStream]) -> None:
-        """One wake-up per event loop, however many of its requests changed."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
-        for stream in streams:
-            by_loop.setdefault(stream.loop, []).append(stream)
-        for loop, group in by_loop.items():
-            if not self._post(loop, lambda group=group: [stream.wake() for stream in group]):
-                for stream in group:
-                    self._post_abort(stream.request_id)
+        for stream in wake_all(streams):
+            self._post_abort(stream)
 
-    def _take(self, request_id: str) -> RequestStream | None:
+    def _take(self, stream: RequestStream) -> bool:
+        """Forget a live request; False if it is none (its id may be a newer request's by now)."""
         with self._lock:
-            return self._streams.pop(request_id, None)
+            if self._streams.get(stream.request_id) is not stream:
+                return False
+            del self._streams[stream.request_id]
+            return True
 
     def _fail_all(self, make_error: Callable[[], Exception]) -> list[RequestStream]:
         """End every live request with an error of its own (a shared one would collect everybody's traceback)."""

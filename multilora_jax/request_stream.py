@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
-from multilora_jax.request import RequestOutput
+from multilora_jax.request import CompletionOutput, FinishReason, RequestOutput
 
 
 class RequestStream:
@@ -66,13 +68,40 @@ class RequestStream:
         assert self.newest is not None  # iteration ends after a finished output only
         return self.newest
 
+    def aborted(self) -> RequestOutput:
+        """The newest state as a finished output whose finish_reason is "abort"."""
+        last = self.newest or RequestOutput(self.request_id, None, [], None, [CompletionOutput(0, "", [])], False)
+        ends = [replace(output, finish_reason=FinishReason.ABORT.value) for output in last.outputs]
+        return replace(last, outputs=ends, finished=True)
+
     async def aclose(self) -> None:
         """Abort the request unless it is finished."""
         if self.error is None and not (self.newest is not None and self.newest.finished):
-            self._abort(self.request_id)
+            self._abort(self)
 
     async def __aenter__(self) -> RequestStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> bool:
+    """Run a callback on an event loop of any thread; False if that loop is closed."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
+def wake_all(streams: Iterable[RequestStream]) -> list[RequestStream]:
+    """Wake the readers of changed streams, with one call per event loop; returns those whose loop is closed."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
+    for stream in streams:
+        by_loop.setdefault(stream.loop, []).append(stream)
+    lost = []
+    for loop, group in by_loop.items():
+        if not post(loop, lambda group=group: [stream.wake() for stream in group]):
+            lost += group
+    return lost

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import os
 import re
 import resource
 import shlex
@@ -32,6 +34,7 @@ DRAIN_S = 30
 """Seconds that running requests get to finish after SIGTERM or SIGINT."""
 
 _STARTED = time.monotonic()
+
 
 def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit status.
@@ -92,7 +95,9 @@ class _Http:
 
     def _on_signal(self, number: int, _: object) -> None:
         if not self._waiting:
-            sys.exit(0)
+            # Nothing runs yet that could be lost, and a compilation under way would hold up an orderly end.
+            print("stopped before the server was ready", file=sys.stderr, flush=True)
+            os._exit(0)
         if self._server.should_exit and number == signal.SIGINT:
             self._server.force_exit = True
         self._server.should_exit = True
@@ -154,6 +159,8 @@ def peak_memory_bytes() -> int:
 
 def main(_: list[str]) -> int:
     """Entry point of the command."""
+    # jax reports every accelerator that it does not find at the level of information.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     return serve(flags.config_from_flags())
 
 

@@ -149,6 +149,15 @@ async def test_d14_cancelling_before_admission_leaves_nothing(make_engine):
     await wait_for(lambda: not fake.requests and engine.num_live_requests == 0)
 
 
+async def test_a_late_abort_does_not_hit_a_newer_request_of_the_same_id(make_engine):
+    engine, _ = make_engine()
+    old = await engine.submit("hi", SamplingParams(max_tokens=3), "same")
+    await wait_for(lambda: engine.num_live_requests == 0)
+    new = await engine.submit("hi", SamplingParams(max_tokens=300), "same")
+    engine._post_abort(old)
+    assert len((await new.final()).outputs[0].token_ids) == 300
+
+
 async def test_abort_by_id_ends_the_stream_with_what_there_is(make_engine):
     engine, fake = make_engine(step_seconds=0.002)
     seen = []

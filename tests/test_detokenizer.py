@@ -128,6 +128,9 @@ def test_d20_false_start_is_released():
 
 def test_d20_first_complete_stop_string_wins():
     assert stream([[piece("hello"), piece(" world")]], stop=["world", "ell"])[1:] == ("h", "ell")
+    # "l" is complete before "ello", whether the word comes in one token or in five.
+    assert stream([[piece("hello")]], stop=["ello", "l"])[1:] == ("he", "l")
+    assert stream(one_by_one(b"hello"), stop=["ello", "l"])[1:] == ("he", "l")
     # Both are complete at the same character: the longer one, whatever the order.
     assert stream([[piece("hello")]], stop=["l", "el"])[1:] == ("h", "el")
     assert stream([[piece("hello")]], stop=["lo", "ello"])[1:] == ("h", "ello")

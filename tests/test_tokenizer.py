@@ -47,6 +47,11 @@ def test_d10_exactly_one_bos(options):
     assert tokenizer.encode(tokenizer.apply_chat_template(USER)) == chat
 
 
+def test_d10_template_alone_decides_the_bos_of_a_chat():
+    tokenizer = make("{{ messages[0].content }}", bos_processor=True, add_bos=True)
+    assert tokenizer.encode_chat(USER) == [ord(c) for c in "Hi"]
+
+
 def test_d10_no_bos_where_the_model_wants_none():
     tokenizer = make()
     assert tokenizer.encode("Hi") == [ord(c) for c in "Hi"]

@@ -101,6 +101,7 @@ class AdapterCache(Generic[AdapterT]):
         return adapter in self._resident
 
     def is_pinned(self, adapter: AdapterT) -> bool:
+        """Whether `pin` holds the adapter; False for an absent one."""
         entry = self._resident.get(adapter)
         return entry is not None and entry.pinned
 

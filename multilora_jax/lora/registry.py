@@ -7,7 +7,7 @@ import difflib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ class AdapterRegistry:
         max_lora_rank: larger ranks are refused.
         adapter_roots: folders that adapters must lie in, symbolic links followed; None or empty allows any folder.
         base_names: names under which the base itself is served; no adapter may take one.
+        check: called with every packed adapter before it is registered; what it raises refuses the load.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class AdapterRegistry:
         adapter_roots: Iterable[str] | None = None,
         *,
         base_names: Iterable[str] = (),
+        check: Callable[[HostAdapter], None] | None = None,
     ):
         self._model_config = model_config
         self._geometry = geometry
         self._max_lora_rank = max_lora_rank
         self._roots = [os.path.realpath(root) for root in adapter_roots or ()]
         self._base_names = tuple(base_names)
+        self._check = check
         self._lock = threading.Lock()
         self._adapters: dict[str, HostAdapter] = {}
         self._name_locks: dict[str, tuple[threading.Lock, int]] = {}
@@ -173,6 +176,8 @@ class AdapterRegistry:
         # The path as given, made absolute: what a caller repeats, even if a link on it moves on to a newer version.
         weights = dataclasses.replace(weights, path=os.path.abspath(request.lora_path))
         adapter = pack(weights, self._geometry, request.lora_name, request.lora_int_id)
+        if self._check is not None:
+            self._check(adapter)
         with self._lock:
             self._check_free(request)  # an id may have been taken under another name meanwhile
             self._adapters[request.lora_name] = adapter

@@ -42,6 +42,7 @@ CASES = {
     "yarn_mscale_alone": ({"rope_scaling": YARN | {"mscale": 0.707}}, 2048),
     "yarn_betas": ({"rope_scaling": YARN | {"beta_fast": 16.0, "beta_slow": 2.0}}, 2048),
     "yarn_untruncated": ({"rope_scaling": YARN | {"truncate": False}}, 2048),
+    "yarn_one_beta": ({"rope_scaling": YARN | {"beta_fast": 8.0, "beta_slow": 8.0, "truncate": False}}, 2048),
     "yarn_other_factor": ({"rope_scaling": YARN | {"factor": 8.0}}, 2048),
     "yarn_without_original": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
 }

@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {seq for seq in self.running if seq.num_pending_tokens == 1} == set(step.decodes)
         assert sum(-(-n // config.prefill_block) for _, n in step.prefills) <= self.blocks
         for seq, n in step.prefills:
-            assert 1 < seq.num_pending_tokens
+            assert seq.num_pending_tokens > 1
             assert n == seq.num_pending_tokens or (n > 0 and n % config.prefill_block == 0)
         adapters = {seq.adapter for seq in self.running} - {None}
         assert config.max_loras is None or len(adapters) <= config.max_loras

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from multilora_jax.errors import UserError
+from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.registry import AdapterRegistry
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.config import ModelConfig
 
@@ -86,3 +89,28 @@ def peft_tensors() -> Callable[..., dict[str, np.ndarray]]:
 def peft_folder(tmp_path: Path) -> Callable[..., Path]:
     """Writes a PEFT folder called by its first argument under tmp_path (see write_adapter)."""
     return lambda name="adapter", *args, **kwargs: write_adapter(tmp_path / name, *args, **kwargs)
+
+
+@pytest.fixture
+def make_registry(model_config: ModelConfig) -> Callable[..., AdapterRegistry]:
+    """Builds a registry for the tiny base with ranks up to 16."""
+    geometry = model_config.geometry(num_pages=64, page_tokens=16, tp=1, dtype="float32")
+    return lambda *args, **kwargs: AdapterRegistry(model_config, geometry, 16, *args, **kwargs)
+
+
+@pytest.fixture
+def registry(make_registry: Callable[..., AdapterRegistry]) -> AdapterRegistry:
+    return make_registry(base_names=("base",))
+
+
+@pytest.fixture(scope="session")
+def outcome() -> Callable[..., HostAdapter | str]:
+    """Calls a method of a registry; returns its result, or the reason of its refusal."""
+
+    def run(call: Callable[..., HostAdapter], *args: Any) -> HostAdapter | str:
+        try:
+            return call(*args)
+        except UserError as error:
+            return error.reason
+
+    return run

@@ -216,6 +216,7 @@ def test_pinned_adapter_stays_until_unpinned():
     assert cache.pin(a)
     assert (cache.pinned_pages, cache.loads, cache.misses) == (2, 1, 0)
     use(cache, a, b)
+    assert [cache.is_pinned(adapter) for adapter in (a, b)] == [True, False]
     assert cache.evict_idle(100) == 2
     assert cache.residents() == [a]
     cache.check_integrity()

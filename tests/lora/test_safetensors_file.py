@@ -65,6 +65,7 @@ def test_reads_what_the_library_writes(tmp_path_factory, shapes, dtype):
         ({"a": entry(shape=(1,) * 40, span=(0, 4))}, bytes(4)),
         ({"a": entry(span=(0, 8, 8))}, bytes(8)),
         ({"a": entry(shape=(3,))}, bytes(8)),
+        ({"a": entry(shape=(1,))}, bytes(8)),
         ({"a": entry()}, bytes(4)),
         ({"a": entry()}, bytes(9)),
         ({"a": entry(span=(4, 12))}, bytes(12)),
@@ -74,7 +75,7 @@ def test_reads_what_the_library_writes(tmp_path_factory, shapes, dtype):
 )
 def test_malformed_files_are_refused(tmp_path, header, data):
     with pytest.raises(AdapterError, match="damaged") as caught:
-        read(raw_file(tmp_path / "x.safetensors", header, data))
+        SafetensorsFile(raw_file(tmp_path / "x.safetensors", header, data))
     assert caught.value.reason == "corrupt_weights"
 
 

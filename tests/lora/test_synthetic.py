@@ -34,16 +34,18 @@ def test_saved_adapters_load_as_they_were(model_config, tmp_path_factory, ranks,
 
 
 def test_random_adapters(model_config):
-    weights = random_adapter_weights(model_config, 8, ("q_proj", "down_proj"), layers=[1], seed=3, delta_std=0.05)
+    def make(seed: int):
+        modules = ("q_proj", "down_proj")
+        return random_adapter_weights(model_config, 8, modules, layers=[1], seed=seed, lora_alpha=32, delta_std=0.05)
+
+    weights = make(3)
     assert weights.a.keys() == weights.b.keys() == {(1, "q_proj"), (1, "down_proj")}
     assert weights.a[1, "down_proj"].shape == (8, 96)
     assert weights.b[1, "down_proj"].shape == (64, 8)
     for key in weights.a:
         delta = weights.scale[key] * weights.b[key] @ weights.a[key]
         assert delta.std() == pytest.approx(0.05, rel=0.3)
-    again = random_adapter_weights(model_config, 8, ("q_proj", "down_proj"), layers=[1], seed=3, delta_std=0.05)
-    other = random_adapter_weights(model_config, 8, ("q_proj", "down_proj"), layers=[1], seed=4, delta_std=0.05)
-    assert weights.digest == again.digest != other.digest
+    assert weights.digest == make(3).digest != make(4).digest
     assert len(random_adapter_weights(model_config, 1).a) == 2 * len(MODULES)
 
 

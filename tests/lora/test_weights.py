@@ -194,6 +194,13 @@ def test_every_tensor_must_bind_once(refusal, peft_folder, peft_tensors, name, r
     assert ("other" if ".other." in name else name.removeprefix("base_model.model.").split(".lora")[0]) in message
 
 
+def test_two_adapters_in_one_file(refusal, peft_folder, peft_tensors):
+    other = {name.replace(".weight", ".other.weight"): array for name, array in peft_tensors(8, ("up_proj",)).items()}
+    reason, _, message = refusal(peft_folder("a", peft_tensors() | other))
+    assert reason == "ambiguous_tensors"
+    assert "several adapters" in message
+
+
 def test_a_module_may_not_mix_two_prefixes(refusal, peft_folder, peft_tensors):
     raw = peft_tensors()
     moved = "base_model.model.layers.0.self_attn.q_proj.lora_B.weight"

@@ -42,7 +42,8 @@ def test_allocation_is_all_or_nothing():
 def test_counts_by_kind():
     allocator = PageAllocator(10)
     kv, adapter = allocator.allocate(2, PageKind.KV), allocator.allocate(3, PageKind.ADAPTER)
-    assert kv is not None and adapter is not None
+    assert kv is not None
+    assert adapter is not None
     allocator.allocate(1, PageKind.CACHED)
     assert [allocator.count(kind) for kind in PageKind] == [3, 2, 3, 1]
     allocator.free(adapter, PageKind.ADAPTER)

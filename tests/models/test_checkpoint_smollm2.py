@@ -60,7 +60,8 @@ from multilora_jax.models.checkpoint import open_checkpoint
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 start = peak()
 checkpoint = open_checkpoint(sys.argv[1], progress=False)
-weights = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+# The embedding last: what dequantising it takes beside the result comes on top of all the other weights.
+weights = {name: checkpoint.tensor(name) for name in reversed(checkpoint.names())}
 print((peak() - start) / sum(w.nbytes for w in weights.values()))
 """
 
