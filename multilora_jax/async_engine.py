@@ -280,8 +280,6 @@ class AsyncEngine:
             command()
 
     def _add(self, stream: RequestStream, *request: Any) -> None:
-        if self._streams.get(stream.request_id) is not stream:
-            return  # aborted before it came to this
         try:
             self.engine.add_request(stream.request_id, *request)
         except Exception as error:  # whatever one request's input does must not end the thread for the others

@@ -9,7 +9,8 @@ from typing import Any
 from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
-from multilora_jax.engine.llm_engine import LLMEngine, Prompt
+from multilora_jax.engine.inputs import Prompt
+from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import UserError
 from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
 

@@ -137,7 +137,7 @@ async def test_d14_cancelling_the_caller_aborts_running_and_waiting_requests(mak
 
 
 async def test_d14_cancelling_before_admission_leaves_nothing(make_engine):
-    engine, fake = make_engine()
+    engine, fake = make_engine(step_seconds=0.002)
     fake.gate.clear()
     first = asyncio.create_task(last(engine.generate("hi", SamplingParams(max_tokens=3), "r1")))
     await wait_for(lambda: len(fake.requests) == 1)

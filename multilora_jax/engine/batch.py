@@ -77,12 +77,14 @@ def empty_batch(shape: BatchShape, block: int, width: int, lora: LoRARows | None
     """A batch of padding only."""
     T, S = shape.num_tokens(block), shape.num_rows
     sampling = SamplingBatch(
-        temperature_S=np.zeros(S, np.float32),  # pyright: ignore[reportArgumentType]
-        top_p_S=np.ones(S, np.float32),  # pyright: ignore[reportArgumentType]
-        min_p_S=np.zeros(S, np.float32),  # pyright: ignore[reportArgumentType]
-        top_k_S=np.zeros(S, np.int32),  # pyright: ignore[reportArgumentType]
-        seed_S2=np.zeros((S, 2), np.uint32),  # pyright: ignore[reportArgumentType]
-        num_logprobs_S=np.full(S, -1, np.int32),  # pyright: ignore[reportArgumentType]
+        index_S=np.zeros(S, np.int32),  # pyright: ignore
+        position_S=np.zeros(S, np.int32),  # pyright: ignore
+        temperature_S=np.zeros(S, np.float32),  # pyright: ignore
+        top_p_S=np.ones(S, np.float32),  # pyright: ignore
+        min_p_S=np.zeros(S, np.float32),  # pyright: ignore
+        top_k_S=np.zeros(S, np.int32),  # pyright: ignore
+        seed_S2=np.zeros((S, 2), np.uint32),  # pyright: ignore
+        num_logprobs_S=np.full(S, -1, np.int32),  # pyright: ignore
     )
     arrays: dict[str, Any] = {
         "token_ids_T": np.zeros(T, np.int32),
@@ -92,7 +94,6 @@ def empty_batch(shape: BatchShape, block: int, width: int, lora: LoRARows | None
         "table_SP": np.zeros((S, width), np.int32),
         "decode_chunks": np.int32(0),
         "prefill_chunks": np.int32(0),
-        "sample_S": np.zeros(S, np.int32),
     }
     return ForwardBatch(**arrays, sampling=sampling, lora=lora)
 
@@ -161,7 +162,8 @@ def build_batch(
 
 def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> None:
     params, sampling = seq.params, batch.sampling
-    batch.sample_S[row] = token
+    sampling.index_S[row] = token
+    sampling.position_S[row] = batch.positions_T[token] + 1
     if not params.greedy:
         sampling.temperature_S[row] = params.temperature
         sampling.top_p_S[row] = params.top_p

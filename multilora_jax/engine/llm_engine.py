@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
+from multilora_jax.engine.inputs import InputReader, Prompt
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.model_runner import ModelRunner
@@ -27,17 +29,8 @@ from multilora_jax.memory.allocator import PageAllocator, PageKind
 from multilora_jax.models.checkpoint import open_checkpoint, read_config
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import load_llama
-from multilora_jax.request import (
-    FinishReason,
-    LoRARequest,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-    SequenceStatus,
-)
+from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams, Sequence, SequenceStatus
 from multilora_jax.tokenizer import Tokenizer
-
-Prompt = str | list[int] | dict[str, Any]
 
 
 class LLMEngine:
@@ -98,18 +91,25 @@ class LLMEngine:
             scheduling, self.allocator, KVManager(self.allocator, self.geometry, self.cache), self.cache
         )
         self.registry = AdapterRegistry(
-            self.model_config, self.geometry, config.max_lora_rank, config.adapter_roots, base_names=[self.base_name]
+            self.model_config,
+            self.geometry,
+            config.max_lora_rank,
+            config.adapter_roots,
+            base_names=[self.base_name],
+            check=self.scheduler.check_adapter,
+            on_replaced=self._retire,
         )
         # Guards the host's books: an unload from another thread must not meet a step that is being planned.
         self._books = threading.Lock()
         self._requests: dict[str, RequestState] = {}
         self._users: Counter[HostAdapter] = Counter()
-        self._retired: set[HostAdapter] = set()
+        self._retired: weakref.WeakSet[HostAdapter] = weakref.WeakSet()
+        self._inputs = InputReader(self.model_config, self.tokenizer, self.max_model_len)
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
         self._compiled_at_warm_up = 0
         for int_id, (name, path) in enumerate(config.lora_modules.items(), 1):
-            self.scheduler.check_adapter(self.registry.load(LoRARequest(name, int_id, path), trusted=True))
+            self.registry.load(LoRARequest(name, int_id, path), trusted=True)
 
     def _load_tokenizer(self, checkpoint: Any) -> Tokenizer | None:
         if checkpoint is not None:
@@ -127,16 +127,7 @@ class LLMEngine:
     def add_lora(self, request: LoRARequest) -> HostAdapter:
         """Reads, checks and packs an adapter on the caller's thread and registers it; see AdapterRegistry.load."""
         self._check_lora_enabled()
-        replaced = {a.name: a for a in self.registry.list()}.get(request.lora_name)
-        adapter = self.registry.load(request)
-        try:
-            self.scheduler.check_adapter(adapter)
-        except UserError:
-            self.registry.remove(adapter.name)
-            raise
-        if replaced is not None:
-            self._retire(replaced)
-        return adapter
+        return self.registry.load(request)
 
     def remove_lora(self, name: str) -> None:
         """Forgets an adapter: new requests get NotFoundError, those under way finish, then its pages come free."""
@@ -163,10 +154,9 @@ class LLMEngine:
             self.cache.drop(adapter)
             self._forget_if_unused(adapter)
 
-    def _forget_if_unused(self, adapter: HostAdapter | None) -> None:
-        if adapter in self._retired and not self._users[adapter]:
+    def _forget_if_unused(self, adapter: HostAdapter) -> None:
+        if adapter in self._retired and adapter not in self._users:
             self.runner.rank_rows.forget(adapter)
-            self._retired.discard(adapter)
 
     # Requests
 
@@ -190,8 +180,8 @@ class LLMEngine:
         Raises:
             UserError: bad input, named; nothing was changed.
         """
-        text, token_ids = self._tokenize(prompt)
-        self._check_params(params, len(token_ids))
+        text, token_ids = self._inputs.read_prompt(prompt)
+        self._inputs.check_params(params)
         adapter = None
         if lora_request is not None:
             self._check_lora_enabled()
@@ -203,7 +193,7 @@ class LLMEngine:
             num_prompt_tokens=len(token_ids),
             params=params,
             adapter=adapter,
-            eos_token_ids=frozenset() if params.ignore_eos else frozenset(self._eos_token_ids()),
+            eos_token_ids=frozenset() if params.ignore_eos else self._inputs.eos_token_ids,
             max_total_tokens=len(token_ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             priority=priority,
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed & (2**64 - 1),
@@ -211,61 +201,8 @@ class LLMEngine:
         with self._books:
             self.scheduler.add(seq)
             self._requests[request_id] = RequestState(seq, text, lora_request, self.tokenizer)
-            self._users[adapter] += adapter is not None
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        own = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
-        return (*self.model_config.eos_token_ids, *own)
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: Any = None
-        ids: Any = None
-        if isinstance(prompt, str):
-            text = prompt
-        elif isinstance(prompt, dict):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        else:
-            ids = prompt
-        if ids is None:
-            if not isinstance(text, str):
-                raise UserError(
-                    "a prompt is a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}",
-                    reason="bad_prompt", param="prompt",
-                )  # fmt: skip
-            if self.tokenizer is None:
-                raise UserError(
-                    "this model has no tokenizer: give token ids, or a tokenizer in the configuration",
-                    reason="no_tokenizer", param="prompt",
-                )  # fmt: skip
-            ids = self.tokenizer.encode(text) if text else []
-        vocab = self.model_config.vocab_size
-        ids = list(ids)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-                raise UserError(
-                    f"{token!r} is no token id of this model: they are integers from 0 to {vocab - 1}",
-                    reason="bad_token_id", param="prompt",
-                )  # fmt: skip
-        if not ids:
-            raise UserError("the prompt is empty: give at least one token", reason="empty_prompt", param="prompt")
-        if len(ids) >= self.max_model_len:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.max_model_len} and at least one "
-                "must be left for the answer: shorten the prompt",
-                reason="context_length_exceeded", param="prompt",
-            )  # fmt: skip
-        return text, [int(token) for token in ids]
-
-    def _check_params(self, params: SamplingParams, prompt_len: int) -> None:
-        vocab = self.model_config.vocab_size
-        for token in params.stop_token_ids or ():
-            if token >= vocab:
-                raise UserError(
-                    f"stop_token_ids: {token} is no token id of this model (0 to {vocab - 1})",
-                    reason="bad_token_id", param="stop_token_ids",
-                )  # fmt: skip
-        if params.stop and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer, this model has none", reason="no_tokenizer", param="stop")
+            if adapter is not None:
+                self._users[adapter] += 1
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a live request; its pages are free when this returns. False if the id is not live."""
@@ -388,6 +325,3 @@ class LLMEngine:
         for a in self.list_loras():
             lines.append(f"adapter   {a.name}: rank {a.rank}, {a.num_pages} pages, {a.digest[:12]}, {a.path}")
         return "\n".join(lines)
-
-
-__all__ = ["FinishReason", "LLMEngine", "Prompt"]

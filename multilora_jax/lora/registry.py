@@ -58,6 +58,7 @@ class AdapterRegistry:
         adapter_roots: folders that adapters must lie in, symbolic links followed; None or empty allows any folder.
         base_names: names under which the base itself is served; no adapter may take one.
         check: called with every packed adapter before it is registered; what it raises refuses the load.
+        on_replaced: called with the old adapter after `load_inplace` put another in its place.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class AdapterRegistry:
         *,
         base_names: Iterable[str] = (),
         check: Callable[[HostAdapter], None] | None = None,
+        on_replaced: Callable[[HostAdapter], None] | None = None,
     ):
         self._model_config = model_config
         self._geometry = geometry
@@ -76,6 +78,7 @@ class AdapterRegistry:
         self._roots = [os.path.realpath(root) for root in adapter_roots or ()]
         self._base_names = tuple(base_names)
         self._check = check
+        self._on_replaced = on_replaced
         self._lock = threading.Lock()
         self._adapters: dict[str, HostAdapter] = {}
         self._name_locks: dict[str, tuple[threading.Lock, int]] = {}
@@ -180,8 +183,11 @@ class AdapterRegistry:
             self._check(adapter)
         with self._lock:
             self._check_free(request)  # an id may have been taken under another name meanwhile
+            replaced = self._adapters.get(request.lora_name)
             self._adapters[request.lora_name] = adapter
             self._last_id = max(self._last_id, request.lora_int_id)
+        if replaced is not None and self._on_replaced is not None:
+            self._on_replaced(replaced)
         return adapter
 
     def _check_free(self, request: LoRARequest) -> None:

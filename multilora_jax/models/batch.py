@@ -46,8 +46,10 @@ class LoRARows:
 @jax.tree_util.register_dataclass
 @dataclass
 class SamplingBatch:
-    """Per-row sampling parameters, read on the device so that no option recompiles."""
+    """Which tokens are sampled and how, read on the device so that no option recompiles."""
 
+    index_S: jax.Array  # int32[S], index into T of the token whose successor row s samples
+    position_S: jax.Array  # int32[S], position of that successor
     temperature_S: jax.Array  # float32[S], 0 is greedy
     top_p_S: jax.Array  # float32[S]
     min_p_S: jax.Array  # float32[S]
@@ -68,6 +70,21 @@ class ForwardBatch:
     table_SP: jax.Array  # int32[S, pages], page table of each row
     decode_chunks: jax.Array  # int32[], page chunks that the longest decode row needs
     prefill_chunks: jax.Array  # int32[], the same of the prefill blocks
-    sample_S: jax.Array  # int32[S], index into T of the token whose successor row s samples
     sampling: SamplingBatch
     lora: LoRARows | None  # None: no row of this step has an adapter
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class LayerInputs:
+    """What every layer of a step reads besides its weights, rank rows and the pool."""
+
+    positions_T: jax.Array  # int32[T]
+    slots_T: jax.Array  # int32[T]
+    table_SP: jax.Array  # int32[S, pages]
+    decode_chunks: jax.Array  # int32[]
+    prefill_chunks: jax.Array  # int32[]
+    cos_TH2: jax.Array  # float32[T, H/2]
+    sin_TH2: jax.Array  # float32[T, H/2]
+    own_RT: jax.Array | None  # bool[R, T], whether rank row r belongs to token t's adapter
+    scale_LMR: jax.Array | None  # float32[L, 7, R]

@@ -2,7 +2,8 @@
 
 The Flax module is a container of weights; the computation is the pure `forward(params, pool, batch)`. Layers are
 unrolled: a scan over stacked weights would copy each layer's weights at every step. All layers share one traced
-function, which keeps tracing and lowering fast however many there are.
+function, which keeps tracing and lowering fast however many there are; a runner may also run `begin`, each
+`decoder_layer` and the head as programs of their own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from multilora_jax.memory.geometry import MODULES
-from multilora_jax.models.batch import ForwardBatch, LayerRows
+from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows
 from multilora_jax.models.layers import (
     LlamaSpec,
     along_features,
@@ -80,26 +80,41 @@ def forward(
     Returns:
         (pool, hidden): hidden is the normed output of the last layer, [D, T] if spec.features_first else [T, D].
     """
-    top = params["top"]
-    pool_LPE = pool.reshape(*pool.shape[:2], pool.shape[3])
-    embedded_TD = _embed(spec, top["embed"], batch.token_ids_T).astype(_F32)
-    x = embedded_TD.T if spec.features_first else embedded_TD
-    cos_TH2, sin_TH2 = top["cos"][batch.positions_T], top["sin"][batch.positions_T]
+    x, inputs = begin(params["top"], batch, spec=spec)
     rows = batch.lora.layers if batch.lora is not None else [None] * len(params["layers"])
-    weights = _row_weights(batch) if batch.lora is not None else [None] * len(params["layers"])
-    # The row buffers go layer by layer; every layer sees the rest of the batch.
-    shared = ForwardBatch(**{**vars(batch), "lora": None})
-    layer_fn = jax.jit(functools.partial(_layer, spec))
-    for index, layer in enumerate(params["layers"]):
-        x, pool_LPE = layer_fn(
-            layer, rows[index], weights[index], pool_LPE, jnp.int32(index), x, shared, cos_TH2, sin_TH2
-        )
-    return pool_LPE.reshape(pool.shape), rms_norm(spec, x, top["final_norm"])
+    layer_fn = jax.jit(functools.partial(decoder_layer, spec=spec))
+    for index, weights in enumerate(params["layers"]):
+        x, pool = layer_fn(weights, rows[index], pool, jnp.int32(index), x, inputs)
+    return pool, rms_norm(spec, x, params["top"]["final_norm"])
 
 
-def compute_logits(params: dict[str, Any], hidden: jax.Array, *, spec: LlamaSpec) -> jax.Array:
-    """Head over hidden states in the activation layout; float32[S, V]."""
-    top = params["top"]
+def begin(top: dict[str, jax.Array], batch: ForwardBatch, *, spec: LlamaSpec) -> tuple[jax.Array, LayerInputs]:
+    """Embeds the tokens and prepares what every layer reads.
+
+    Returns:
+        (x, inputs): x is the float32 residual stream in the activation layout.
+    """
+    embedded_TD = _embed(spec, top["embed"], batch.token_ids_T).astype(_F32)
+    own_RT = scale_LMR = None
+    if batch.lora is not None:
+        own_RT = batch.lora.owner_R[:, None] == batch.adapter_T[None, :]
+        scale_LMR = batch.lora.scale_LMR
+    inputs = LayerInputs(
+        positions_T=batch.positions_T,
+        slots_T=batch.slots_T,
+        table_SP=batch.table_SP,
+        decode_chunks=batch.decode_chunks,
+        prefill_chunks=batch.prefill_chunks,
+        cos_TH2=top["cos"][batch.positions_T],
+        sin_TH2=top["sin"][batch.positions_T],
+        own_RT=own_RT,
+        scale_LMR=scale_LMR,
+    )
+    return (embedded_TD.T if spec.features_first else embedded_TD), inputs
+
+
+def compute_logits(top: dict[str, jax.Array], hidden: jax.Array, *, spec: LlamaSpec) -> jax.Array:
+    """Head over hidden states in the activation layout; `top` is Llama.params()["top"]. Returns float32[S, V]."""
     y = linear(spec, top.get("lm_head", top["embed"]), hidden)
     logits_SV = y.T if spec.features_first else y
     if spec.axis_name is not None and logits_SV.shape[1] != spec.config.vocab_size:
@@ -120,14 +135,6 @@ def _embed(spec: LlamaSpec, embed_VD: jax.Array, token_ids_T: jax.Array) -> jax.
     here_T = (local_T >= 0) & (local_T < shard_rows)
     found_TD = jnp.take(embed_VD, jnp.where(here_T, local_T, 0), axis=0, mode="clip")
     return jax.lax.psum(jnp.where(here_T[:, None], found_TD, 0), spec.axis_name)
-
-
-def _row_weights(batch: ForwardBatch) -> list[jax.Array]:
-    """Per layer float32[M, R, T]: alpha / r where rank row r belongs to token t's adapter, else 0."""
-    lora = batch.lora
-    assert lora is not None
-    own_RT = lora.owner_R[:, None] == batch.adapter_T[None, :]
-    return [jnp.where(own_RT[None], scale_MR[:, :, None], 0.0) for scale_MR in lora.scale_LMR]
 
 
 def _psum(spec: LlamaSpec, x: jax.Array) -> jax.Array:
@@ -183,47 +190,59 @@ def _row_parallel(
     return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)
 
 
-def _layer(
-    spec: LlamaSpec,
+def decoder_layer(
     w: dict[str, jax.Array],
     rows: LayerRows | None,
-    weight_MRT: jax.Array | None,
-    pool_LPE: jax.Array,
+    pool: jax.Array,
     layer: jax.Array,
     x: jax.Array,
-    batch: ForwardBatch,
-    cos_TH2: jax.Array,
-    sin_TH2: jax.Array,
+    inputs: LayerInputs,
+    *,
+    spec: LlamaSpec,
 ) -> tuple[jax.Array, jax.Array]:
+    """One layer. DONATES pool and x when jitted so.
+
+    Args:
+        w: the layer's weights.
+        rows: its active rank rows, None to run the base alone.
+        pool: uint[L, P, TP, E/TP] (this shard's).
+        layer: int32 scalar, its index.
+        x: float32 residual stream in the activation layout.
+        inputs: from `begin`.
+
+    Returns:
+        (x, pool).
+    """
     config, tp, axis = spec.config, spec.geometry.tp, spec.feature_axis
     N, K, H = config.num_heads // tp, config.num_kv_heads // tp, config.head_dim
+    weight_MRT = None
+    if inputs.own_RT is not None and inputs.scale_LMR is not None:
+        # alpha / r where rank row r belongs to token t's adapter, else 0
+        weight_MRT = jnp.where(inputs.own_RT[None], inputs.scale_LMR[layer][:, :, None], 0.0)
 
-    def part(names: tuple[str, ...]) -> Any:
-        return None if weight_MRT is None else jnp.stack([weight_MRT[MODULES.index(n)] for n in names])
+    def part(first: int, last: int) -> jax.Array | None:
+        return None if weight_MRT is None else weight_MRT[first:last]
 
     h = rms_norm(spec, x, w["input_norm"])
     qkv = _column_parallel(
-        spec, w["qkv"], w.get("qkv_bias"), h,
-        rows and rows.a_qkv, rows and (rows.b_q, rows.b_k, rows.b_v), part(MODULES[:3]),
-    )  # fmt: skip
-    q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis)
-    q_TNH = rotate(to_heads(spec, q, N), cos_TH2, sin_TH2)
-    k_TKH = rotate(to_heads(spec, k, K), cos_TH2, sin_TH2)
-    pool_LPE = write_kv(spec, pool_LPE, layer, k_TKH, to_heads(spec, v, K), batch.slots_T)
-    attended_TNH = attend(spec, q_TNH.astype(spec.dtype), pool_LPE, layer, batch, K)
-    attended = from_heads(spec, attended_TNH)
-    x = x + _row_parallel(
-        spec, w["o"], w.get("o_bias"), attended, rows and rows.a_o, rows and rows.b_o, part(("o_proj",))
+        spec, w["qkv"], w.get("qkv_bias"), h, rows and rows.a_qkv, rows and (rows.b_q, rows.b_k, rows.b_v), part(0, 3)
     )
+    q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis)
+    q_TNH = rotate(to_heads(spec, q, N), inputs.cos_TH2, inputs.sin_TH2)
+    k_TKH = rotate(to_heads(spec, k, K), inputs.cos_TH2, inputs.sin_TH2)
+    pool_LPE = pool.reshape(*pool.shape[:2], pool.shape[3])
+    pool_LPE = write_kv(spec, pool_LPE, layer, k_TKH, to_heads(spec, v, K), inputs.slots_T)
+    attended = from_heads(spec, attend(spec, q_TNH.astype(spec.dtype), pool_LPE, layer, inputs, K))
+    x = x + _row_parallel(spec, w["o"], w.get("o_bias"), attended, rows and rows.a_o, rows and rows.b_o, part(3, 4))
 
     h = rms_norm(spec, x, w["post_norm"])
     gate_up = _column_parallel(
-        spec, w["gate_up"], w.get("gate_up_bias"), h,
-        rows and rows.a_gate_up, rows and (rows.b_gate, rows.b_up), part(("gate_proj", "up_proj")),
+        spec, w["gate_up"], w.get("gate_up_bias"), h, rows and rows.a_gate_up, rows and (rows.b_gate, rows.b_up),
+        part(4, 6),
     )  # fmt: skip
     gate, up = jnp.split(gate_up, 2, axis)
     activated = (jax.nn.silu(gate) * up).astype(spec.dtype)
     x = x + _row_parallel(
-        spec, w["down"], w.get("down_bias"), activated, rows and rows.a_down, rows and rows.b_down, part(("down_proj",))
+        spec, w["down"], w.get("down_bias"), activated, rows and rows.a_down, rows and rows.b_down, part(6, 7)
     )
-    return x, pool_LPE
+    return x, pool_LPE.reshape(pool.shape)

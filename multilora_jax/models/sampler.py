@@ -30,21 +30,18 @@ class StepOutput:
     hidden: jax.Array  # activation layout over all T tokens, for prompt log-probabilities
 
 
-def sample(logits_SV: jax.Array, sampling: SamplingBatch, position_S: jax.Array) -> jax.Array:
+def sample(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
     """int32[S]: the most likely token where temperature is 0, else a draw after temperature, top-k, top-p and min-p.
 
     Args:
         logits_SV: float32[S, V].
-        position_S: int32[S], position of the token to draw.
     """
     greedy_S = jnp.argmax(logits_SV, -1).astype(jnp.int32)
-    drawn_S = jax.lax.cond(
-        jnp.any(sampling.temperature_S > 0), _draw, lambda *_: greedy_S, logits_SV, sampling, position_S
-    )
+    drawn_S = jax.lax.cond(jnp.any(sampling.temperature_S > 0), _draw, lambda *_: greedy_S, logits_SV, sampling)
     return jnp.where(sampling.temperature_S > 0, drawn_S, greedy_S)
 
 
-def _draw(logits_SV: jax.Array, sampling: SamplingBatch, position_S: jax.Array) -> jax.Array:
+def _draw(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
     scaled_SV = logits_SV / jnp.where(sampling.temperature_S > 0, sampling.temperature_S, 1.0)[:, None]
     truncates = (sampling.top_k_S > 0) | (sampling.top_p_S < 1) | (sampling.min_p_S > 0)
     kept_SV = jax.lax.cond(jnp.any(truncates), _truncate, lambda x, _: x, scaled_SV, sampling)
@@ -53,7 +50,7 @@ def _draw(logits_SV: jax.Array, sampling: SamplingBatch, position_S: jax.Array) 
         key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
         return jax.random.gumbel(key, (logits_SV.shape[1],), jnp.float32)
 
-    gumbel_SV = jax.vmap(noise)(sampling.seed_S2, position_S)
+    gumbel_SV = jax.vmap(noise)(sampling.seed_S2, sampling.position_S)
     return jnp.argmax(kept_SV + gumbel_SV, -1).astype(jnp.int32)
 
 

@@ -79,14 +79,11 @@ def completion_logprobs(
     Args:
         token_ids, logprobs: of the same tokens, in order.
         num_top: alternatives to list; the token itself is listed too.
-        tokenizer: spells the tokens that have no table.
+        tokenizer: spells the tokens.
     """
     tokens, chosen, top = [], [], []
     for token_id, table in zip(token_ids, logprobs, strict=False):
-        if table is None and tokenizer is not None:
-            tokens.append(tokenizer.token_text(token_id))
-        else:
-            tokens.append(_token_text(token_id, table))
+        tokens.append(_spelled(token_id, tokenizer))
         if table is None:
             chosen.append(None)
             top.append(None)
@@ -95,7 +92,7 @@ def completion_logprobs(
         alternatives = {token_id: table[token_id], **dict(_most_likely(table, num_top))}
         by_text: dict[str, float] = {}
         for other_id, logprob in _most_likely(alternatives, len(alternatives)):
-            by_text.setdefault(_token_text(other_id, table), _finite(logprob))
+            by_text.setdefault(_spelled(other_id, tokenizer), _finite(logprob))
         top.append(by_text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top}
 
@@ -106,8 +103,8 @@ def chat_logprobs(
     """The shape of /v1/chat/completions."""
 
     def entry(token_id: int, table: dict[int, Logprob]) -> dict[str, Any]:
-        text = _token_text(token_id, table)
-        raw = tokenizer.token_bytes(token_id) if tokenizer is not None else text.encode()
+        raw = tokenizer.token_bytes(token_id) if tokenizer is not None else f"token_id:{token_id}".encode()
+        text = raw.decode(errors="replace")
         return {"token": text, "logprob": _finite(table[token_id]), "bytes": list(raw)}
 
     content = []
@@ -134,9 +131,15 @@ def _most_likely(table: dict[int, Logprob], count: int) -> list[tuple[int, Logpr
     return sorted(table.items(), key=lambda item: -item[1].logprob)[:count]
 
 
-def _token_text(token_id: int, table: dict[int, Logprob] | None) -> str:
-    text = table[token_id].decoded_token if table is not None else None
-    return f"token_id:{token_id}" if text is None else text
+def _spelled(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """A token's text; parts of characters, which have none of their own, are told apart as OpenAI does."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _finite(logprob: Logprob) -> float:

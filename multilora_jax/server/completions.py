@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,8 @@ async def _submit(
     body: CompletionBody, engine: AsyncEngine, target: Target, prompts: list[Prompt], answer_id: str
 ) -> list[OutputStream]:
     logprobs = body.logprobs
-    about_prompt = logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    asked = [count for count in (body.prompt_logprobs, logprobs if body.echo else None) if count is not None]
+    about_prompt = max(asked, default=None)
     params = body.sampling_params(max(body.new_tokens, 1), logprobs, about_prompt)
     if body.new_tokens == 0 and about_prompt is None:
         return [_EchoOnly(prompt.token_ids) for prompt in prompts]
@@ -121,6 +123,7 @@ class _Choice:
         self._num_chars = 0
         self._num_tokens = 0
         self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._tokenizer = tokenizer
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is not None and body.skip_special_tokens is not False:
@@ -165,14 +168,14 @@ class _Choice:
             token_ids = [*output.prompt_token_ids, *token_ids]
             tables = [*(output.prompt_logprobs or []), *tables]
         shape = completion_logprobs(token_ids, tables, self._body.logprobs or 0, self._tokenizer)
-        shape["text_offset"] = [self._place(*token) for token in zip(token_ids, shape["tokens"], strict=False)]
+        shape["text_offset"] = [self._place(token_id) for token_id in token_ids[: len(shape["tokens"])]]
         return shape
 
-    def _place(self, token_id: int, text: str) -> int:
-        """Where a token begins in the text; special tokens that the text leaves out take no room in it."""
+    def _place(self, token_id: int) -> int:
+        """Where a token begins in the text: a character belongs to the token that completes it."""
         offset = self._offset
-        if token_id not in self._hidden:
-            self._offset += len(text)
+        if self._tokenizer is not None and token_id not in self._hidden:
+            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
         return offset
 
 

@@ -6,7 +6,11 @@ import numpy as np
 
 
 def paged_attention_reference(
-    q_BQNH: np.ndarray, k_pages_PKSH: np.ndarray, v_pages_PKSH: np.ndarray, table_BP: np.ndarray, position_BQ: np.ndarray
+    q_BQNH: np.ndarray,
+    k_pages_PKSH: np.ndarray,
+    v_pages_PKSH: np.ndarray,
+    table_BP: np.ndarray,
+    position_BQ: np.ndarray,
 ) -> np.ndarray:
     """softmax(q k / sqrt(H)) v over the slots at positions up to the query's own.
 

@@ -70,6 +70,7 @@ class FakeEngine:
         step_seconds: time that a step takes.
         fail_step: raised by the next step.
         gate: steps wait while it is cleared.
+        newest_first: serve the newest requests first.
     """
 
     def __init__(self, *, max_model_len=128, max_num_seqs=8, step_seconds=0.0, tokenizer=None, **config):
@@ -79,6 +80,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.step_seconds = step_seconds
+        self.newest_first = False
         self.script: dict[str, bytes] = {}
         self.fail_step: BaseException | None = None
         self.gate = threading.Event()
@@ -143,7 +145,8 @@ class FakeEngine:
         if self.fail_step is not None:
             raise self.fail_step
         self.counts.steps += 1
-        return [self._advance(request) for request in list(self.requests.values())[: self.max_num_seqs]]
+        queue = list(self.requests.values())[:: -1 if self.newest_first else 1]
+        return [self._advance(request) for request in queue[: self.max_num_seqs]]
 
     def stats(self) -> EngineStats:
         running = list(self.requests.values())[: self.max_num_seqs]

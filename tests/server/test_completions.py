@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
 import pytest
 
 from tests.server.fake_engine import BOS, EOS
-from tests.server.harness import joined
+from tests.server.harness import joined, wait_for
 
 pytestmark = pytest.mark.anyio
 
@@ -70,6 +71,17 @@ async def test_several_prompts_become_several_choices_in_order(server):
     assert answer["usage"]["completion_tokens"] == 6 + 15 + 1
 
 
+async def test_choices_are_in_order_when_the_engine_s_outputs_are_not(make_server):
+    server = make_server(max_num_seqs=1)
+    server.engine.newest_first = True
+    server.engine.script = {"one": b"1", "two": b"2", "three": b"3"}
+    server.engine.gate.clear()
+    call = asyncio.create_task(server.complete(prompt=["one", "two", "three"]))
+    await wait_for(lambda: server.async_engine.num_live_requests == 3)
+    server.engine.gate.set()
+    assert [choice["text"] for choice in (await call)["choices"]] == ["1", "2", "3"]
+
+
 async def test_prompts_of_token_ids_are_taken_as_they_are(server):
     server.engine.script = {"hi": b"X", "ho": b"Y"}
     one = await server.complete(prompt=[104, 105], return_token_ids=True)
@@ -112,6 +124,16 @@ async def test_echo_with_logprobs_covers_the_prompt_and_places_tokens_in_the_tex
     assert got["top_logprobs"][:2] == [None, {"h": HALF}]
     places = zip(got["tokens"][1:], got["text_offset"][1:], strict=True)
     assert all(choice["text"][place:].startswith(token) for token, place in places)
+
+
+async def test_logprobs_of_parts_of_characters_are_told_apart(server):
+    server.engine.script["hi"] = "é😀!".encode()
+    choice = (await server.complete(logprobs=2))["choices"][0]
+    got = choice["logprobs"]
+    assert got["tokens"][:3] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xf0"]
+    assert got["top_logprobs"][0] == {"bytes:\\xc3": HALF, "bytes:\\xc4": -9999.0}
+    assert got["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 3]
+    assert choice["text"][2] == "!"
 
 
 async def test_prompt_logprobs_have_vllm_s_shape(server):

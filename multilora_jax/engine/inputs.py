@@ -1,0 +1,91 @@
+"""Checking what a request brings before the engine takes it (host only, no jax)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from multilora_jax.errors import UserError
+from multilora_jax.models.config import ModelConfig
+from multilora_jax.request import SamplingParams
+from multilora_jax.tokenizer import Tokenizer
+
+Prompt = str | list[int] | dict[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may hold both, the ids count."""
+
+
+class InputReader:
+    """Prompts to token ids, and parameters against the model.
+
+    Args:
+        model_config: of the base.
+        tokenizer: None for a model without one.
+        max_model_len: context in tokens, prompt and answer together.
+    """
+
+    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int):
+        self.eos_token_ids = frozenset(model_config.eos_token_ids)
+        if tokenizer is not None:
+            self.eos_token_ids |= frozenset(tokenizer.eos_token_ids)
+        self._vocab_size = model_config.vocab_size
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, where it has one, and its token ids.
+
+        Raises:
+            UserError: `bad_prompt`, `no_tokenizer`, `bad_token_id`, `empty_prompt`, `context_length_exceeded`.
+        """
+        text, ids = self._split(prompt)
+        if ids is None:
+            ids = self._encode(text)
+        for token in ids:
+            self._check_token(token, "prompt")
+        if not ids:
+            raise UserError("the prompt is empty: give at least one token", reason="empty_prompt", param="prompt")
+        if len(ids) >= self._max_model_len:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, but the context holds {self._max_model_len} and at least one of "
+                "them must be left for the answer: shorten the prompt",
+                reason="context_length_exceeded", param="prompt",
+            )  # fmt: skip
+        return text, [int(token) for token in ids]
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises UserError for parameters that this model cannot follow."""
+        for token in params.stop_token_ids or ():
+            self._check_token(token, "stop_token_ids")
+        if params.stop and self._tokenizer is None:
+            raise UserError("stop strings need a tokenizer, this model has none", reason="no_tokenizer", param="stop")
+
+    @staticmethod
+    def _split(prompt: Any) -> tuple[str | None, list[Any] | None]:
+        text, ids = prompt, None
+        if isinstance(prompt, dict):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif not isinstance(prompt, str):
+            text, ids = None, prompt
+        ids_ok = ids is None or isinstance(ids, list | tuple | np.ndarray)
+        if not ids_ok or not isinstance(text, str | None) or (text is None and ids is None):
+            raise UserError(
+                "a prompt is a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}",
+                reason="bad_prompt", param="prompt",
+            )  # fmt: skip
+        return text, None if ids is None else list(ids)
+
+    def _encode(self, text: str | None) -> list[int]:
+        if self._tokenizer is None:
+            raise UserError(
+                "this model has no tokenizer: give token ids, or a tokenizer in the configuration",
+                reason="no_tokenizer", param="prompt",
+            )  # fmt: skip
+        return self._tokenizer.encode(text) if text else []
+
+    def _check_token(self, token: Any, param: str) -> None:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self._vocab_size:
+            raise UserError(
+                f"{token!r} is no token id of this model: they are integers from 0 to {self._vocab_size - 1}",
+                reason="bad_token_id", param=param,
+            )  # fmt: skip

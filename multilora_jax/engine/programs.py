@@ -1,0 +1,192 @@
+"""The compiled programs that a runner needs, for one model on one mesh.
+
+A step is three kinds of program: `begin` (embedding), `layers` (a group of layers, run once per group) and `finish`
+(head and sampling). Groups keep compiling cheap: one group is compiled however many run, and on a CPU, where
+compiling thirty unrolled layers takes ten seconds of two cores, groups of six cost about a millisecond a step.
+Accelerators run all layers as one group. Programs are compiled ahead of time and called as such: a shape that was not
+foreseen is an error, never a silent recompilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from multilora_jax.engine.batch import BatchShape, empty_batch
+from multilora_jax.engine.rank_rows import ROW_BLOCK
+from multilora_jax.memory.geometry import MODULES
+from multilora_jax.memory.pool import POOL_SPEC, write_page
+from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows, LoRARows, SamplingBatch
+from multilora_jax.models.layers import LlamaSpec, rms_norm
+from multilora_jax.models.llama import begin, compute_logits, decoder_layer, take_tokens
+from multilora_jax.models.loader import param_specs
+from multilora_jax.models.rows import LAYER_ROWS_SPEC, insert_rows, make_rows
+from multilora_jax.models.sampler import StepOutput, sample, token_logprobs
+
+MAX_CPU_GROUP = 6
+"""Most layers of one program on a CPU."""
+
+
+def run_layers(
+    weights: list[dict[str, jax.Array]],
+    rows: list[LayerRows | None],
+    pool: jax.Array,
+    first: jax.Array,
+    x: jax.Array,
+    inputs: LayerInputs,
+    *,
+    spec: LlamaSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """A group of layers from index `first` on; arguments as of decoder_layer. DONATES pool and x when jitted so."""
+    layer_fn = jax.jit(functools.partial(decoder_layer, spec=spec))
+    for i, w in enumerate(weights):
+        x, pool = layer_fn(w, rows[i], pool, first + i, x, inputs)
+    return x, pool
+
+
+def finish(top: dict[str, jax.Array], x: jax.Array, sampling: SamplingBatch, *, spec: LlamaSpec) -> StepOutput:
+    """Head and sampling of the rows that sample."""
+    hidden = rms_norm(spec, x, top["final_norm"])
+    logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec)
+    token_S = sample(logits_SV, sampling)
+    wanted = jnp.any(sampling.num_logprobs_S >= 0)
+    return StepOutput(token_S, *token_logprobs(logits_SV, token_S, wanted), hidden)
+
+
+def block_logprobs(top: dict[str, jax.Array], hidden: jax.Array, target_Q: jax.Array, *, spec: LlamaSpec) -> Any:
+    """token_logprobs of the positions of one prefill block; hidden in the activation layout."""
+    return token_logprobs(compute_logits(top, hidden, spec=spec), target_Q, jnp.bool_(True))
+
+
+def layer_group(num_layers: int, platform: str) -> int:
+    """Layers of one program: all, or on a CPU the largest divisor up to MAX_CPU_GROUP."""
+    if platform != "cpu":
+        return num_layers
+    return max(n for n in range(1, MAX_CPU_GROUP + 1) if num_layers % n == 0)
+
+
+class Programs:
+    """Compiles programs once each; safe to use from several threads.
+
+    Args:
+        spec: of the model; mesh: devices.
+        params: Llama.params(), for their shapes.
+        pool: the pool, for its shape.
+        table_width: pages of a page table.
+
+    Attributes:
+        num_compilations: programs compiled, or loaded from the persistent cache, so far.
+        group: layers of one `layers` program.
+    """
+
+    def __init__(self, spec: LlamaSpec, mesh: Mesh, params: dict[str, Any], pool: jax.Array, table_width: int):
+        self.spec = spec
+        self.mesh = mesh
+        self.group = layer_group(spec.config.num_layers, mesh.devices.flat[0].platform)
+        self.num_compilations = 0
+        self._params = params
+        self._specs = param_specs(spec)
+        self._pool = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
+        self._table_width = table_width
+        self._programs: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()
+
+    def get(self, *key: Any) -> Any:
+        """The program of a key, compiled now if it never was.
+
+        Keys: ("begin" | "layers", shape, rows), ("finish", shape), ("insert" | "rows", rows), ("write_page",),
+        ("logprobs",), where rows is the number of active rank rows.
+        """
+        program = self._programs.get(key)
+        if program is None:
+            program = getattr(self, f"_{key[0]}")(*key[1:]).compile()
+            with self._lock:
+                self.num_compilations += key not in self._programs
+                program = self._programs.setdefault(key, program)
+        return program
+
+    def _jit(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
+        """fn as it runs on the mesh: as it is on one device, once per shard on several."""
+        if self.spec.geometry.tp > 1:
+            fn = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(fn, donate_argnums=donate)
+
+    def _batch(self, shape: BatchShape, rows: int) -> ForwardBatch:
+        batch = self.abstract(empty_batch(shape, self.spec.prefill_block, self._table_width))
+        if rows:
+            scale_LMR = np.zeros((self.spec.config.num_layers, len(MODULES), rows), np.float32)
+            batch.lora = LoRARows([], *self.abstract((np.zeros(rows, np.int32), scale_LMR)))
+        return batch
+
+    def _begin(self, shape: BatchShape, rows: int) -> Any:
+        fn = self._jit(functools.partial(begin, spec=self.spec), (self._specs["top"], P()), P())
+        return fn.lower(self._params["top"], self._batch(shape, rows))
+
+    def _layers(self, shape: BatchShape, rows: int) -> Any:
+        n, layers = self.group, self._params["layers"]
+        local = jax.eval_shape(
+            functools.partial(begin, spec=LlamaSpec(**{**vars(self.spec), "axis_name": None})),
+            self._params["top"], self._batch(shape, rows),
+        )  # fmt: skip
+        x, inputs = self.abstract(local)
+        row_buffers = self._row_buffers(rows)[:n] if rows else [None] * n
+        row_specs = [LAYER_ROWS_SPEC if rows else None] * n
+        fn = self._jit(
+            functools.partial(run_layers, spec=self.spec),
+            (self._specs["layers"][:n], row_specs, POOL_SPEC, P(), P(), P()),
+            (P(), POOL_SPEC),
+            donate=(2, 4),
+        )
+        return fn.lower(layers[:n], row_buffers, self._pool, self.abstract(np.int32(0)), x, inputs)
+
+    def _finish(self, shape: BatchShape) -> Any:
+        tokens, width = shape.num_tokens(self.spec.prefill_block), self.spec.config.hidden_size
+        x = np.zeros((width, tokens) if self.spec.features_first else (tokens, width), np.float32)
+        sampling = empty_batch(shape, self.spec.prefill_block, self._table_width).sampling
+        fn = self._jit(functools.partial(finish, spec=self.spec), (self._specs["top"], P(), P()), P())
+        return fn.lower(self._params["top"], *self.abstract((x, sampling)))
+
+    def _insert(self, rows: int) -> Any:
+        specs = [LAYER_ROWS_SPEC] * self.spec.config.num_layers
+        fn = self._jit(functools.partial(insert_rows, self.spec), (specs, POOL_SPEC, P(), P(), P()), specs, donate=(0,))
+        g, units = self.spec.geometry, ([], [])
+        for module in MODULES:
+            for kind, width in zip(units, g.module_dims(module), strict=True):
+                kind.append(np.zeros((g.num_layers, ROW_BLOCK, width // g.unit), np.int32))
+        return fn.lower(self._row_buffers(rows), self._pool, *self.abstract((*units, np.int32(0))))
+
+    def _rows(self, rows: int) -> Any:
+        shardings = self._shardings([LAYER_ROWS_SPEC] * self.spec.config.num_layers)
+        return jax.jit(functools.partial(make_rows, self.spec, rows), out_shardings=shardings).lower()
+
+    def _write_page(self) -> Any:
+        g = self.spec.geometry
+        page = np.zeros((g.num_layers, g.tp, g.page_elements // g.tp), g.storage_dtype)
+        return write_page.lower(self._pool, self.abstract(page, P(None, "model")), self.abstract(np.int32(0)))
+
+    def _logprobs(self) -> Any:
+        width, block = self.spec.config.hidden_size, self.spec.prefill_block
+        hidden = np.zeros((width, block) if self.spec.features_first else (block, width), self.spec.dtype)
+        fn = self._jit(functools.partial(block_logprobs, spec=self.spec), (self._specs["top"], P(), P()), P())
+        return fn.lower(self._params["top"], *self.abstract((hidden, np.zeros(block, np.int32))))
+
+    def _row_buffers(self, rows: int) -> list[LayerRows]:
+        shapes = jax.eval_shape(functools.partial(make_rows, self.spec, rows))
+        shardings = self._shardings([LAYER_ROWS_SPEC] * self.spec.config.num_layers)
+        return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
+
+    def _shardings(self, specs: Any) -> Any:
+        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+
+    def abstract(self, tree: Any, spec: P | None = None) -> Any:
+        """Shapes and types of a tree's leaves, placed on the mesh."""
+        sharding = NamedSharding(self.mesh, spec or P())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
