@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
+from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.inputs import InputReader, Prompt
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
@@ -70,6 +71,7 @@ class LLMEngine:
             spec, self.max_model_len, mesh, checkpoint, seed=config.seed,
             progress=lambda layers: tqdm(layers, desc="Loading", unit="layer", disable=not progress),
         )  # fmt: skip
+        release_freed_memory()  # what reading the checkpoint took
         scheduling = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from multilora_jax.engine.batch import BatchShape, BuiltBatch, batch_shapes, build_batch, empty_batch, table_width
+from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.programs import Programs
 from multilora_jax.engine.rank_rows import ROW_BLOCK, RankRows, row_buckets
 from multilora_jax.engine.step_plan import ScheduledStep
@@ -85,6 +86,7 @@ class ModelRunner:
             futures = [pool.submit(self.programs.get, *key) for key in keys]
             for future in as_completed(futures):
                 future.result()
+                release_freed_memory()  # compilers leave much of it with the allocator
                 bar.update()
         for shape in (self.shapes[0], self.shapes[-1]):
             self._run(empty_batch(shape, self.spec.prefill_block, self.width), shape, 0).token_S.block_until_ready()
@@ -151,13 +153,16 @@ class ModelRunner:
             self._row_layers = []  # free the old buffers before the new ones are made
             self._row_layers = self.programs.get("rows", plan.bucket)()
         for adapter, first_row, buffer_row in plan.copies:
-            units = self._row_units(adapter, first_row, np.asarray(pages_of(adapter)))
-            self._row_layers = self.programs.get("insert", plan.bucket)(
-                self._row_layers, self.pool, *self._put((*units, np.int32(buffer_row)))
-            )
+            self._insert(plan.bucket, self._row_units(adapter, first_row, np.asarray(pages_of(adapter))), buffer_row)
         if plan.changed:
             self._row_tables = LoRARows([], *self._put(self.rank_rows.tables()))
         return plan.bucket
+
+    def _insert(self, rows: int, units: tuple[list[np.ndarray], list[np.ndarray]], buffer_row: int) -> None:
+        program, start = self.programs.get("insert", rows), self._put(np.int32(buffer_row))
+        for _, where, _ in self._groups:
+            a_units, b_units = self._put(tuple([u[where] for u in kind] for kind in units))
+            self._row_layers[where] = program(self._row_layers[where], self.pool, a_units, b_units, start)
 
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))

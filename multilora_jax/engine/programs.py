@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.rank_rows import ROW_BLOCK
-from multilora_jax.memory.geometry import MODULES
+from multilora_jax.memory.geometry import MODULES, PoolGeometry
 from multilora_jax.memory.pool import POOL_SPEC, write_page
 from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows, LoRARows, SamplingBatch
 from multilora_jax.models.layers import LlamaSpec, rms_norm
@@ -155,13 +155,14 @@ class Programs:
         return fn.lower(self._params["top"], *self.abstract((x, sampling)))
 
     def _insert(self, rows: int) -> Any:
-        specs = [LAYER_ROWS_SPEC] * self.spec.config.num_layers
+        specs = [LAYER_ROWS_SPEC] * self.group
         fn = self._jit(functools.partial(insert_rows, self.spec), (specs, POOL_SPEC, P(), P(), P()), specs, donate=(0,))
-        g, units = self.spec.geometry, ([], [])
+        g: PoolGeometry = self.spec.geometry
+        units: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for module in MODULES:
             for kind, width in zip(units, g.module_dims(module), strict=True):
-                kind.append(np.zeros((g.num_layers, ROW_BLOCK, width // g.unit), np.int32))
-        return fn.lower(self._row_buffers(rows), self._pool, *self.abstract((*units, np.int32(0))))
+                kind.append(np.zeros((self.group, ROW_BLOCK, width // g.unit), np.int32))
+        return fn.lower(self._row_buffers(rows)[: self.group], self._pool, *self.abstract((*units, np.int32(0))))
 
     def _rows(self, rows: int) -> Any:
         shardings = self._shardings([LAYER_ROWS_SPEC] * self.spec.config.num_layers)

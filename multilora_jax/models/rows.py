@@ -54,12 +54,13 @@ def insert_rows(
     b_units: list[jax.Array],
     start: jax.Array,
 ) -> list[LayerRows]:
-    """Copies C rank rows of every module and layer to the buffer rows from `start` on. DONATES layers when jitted so.
+    """Copies C rank rows of every module to the buffer rows from `start` on. DONATES layers when jitted so.
 
     Args:
-        layers: row buffers.
+        layers: row buffers of some of the model's layers.
         pool: uint[L, P, TP, E/TP] (this shard's).
-        a_units, b_units: per module int32[L, C, in/u] and int32[L, C, out/u], rows of the pool as a matrix of units.
+        a_units, b_units: per module int32[layers, C, in/u] and int32[layers, C, out/u], rows of the pool as a matrix
+            of units.
         start: int32 scalar.
     """
     width = spec.geometry.unit // spec.geometry.tp
