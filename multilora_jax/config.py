@@ -144,10 +144,10 @@ class EngineConfig:
     # The step
     max_num_seqs: int = field(default=32, metadata=_key("Most sequences that run at once.", low=1))
     max_num_batched_tokens: int = field(
-        default=256, metadata=_key("Most tokens in one step, prompts and decodes together.", low=1)
+        default=256, metadata=_key("Most prompt tokens in one step, counted in whole blocks (see prefill_block).", low=1)
     )
     prefill_block: int = field(
-        default=32, metadata=_key("Prompt tokens are run in blocks of this many tokens of one sequence.", low=1)
+        default=32, metadata=_key("Prompt tokens are run in blocks of this many tokens of one sequence.", low=2)
     )
     enable_prefix_caching: bool = field(
         default=False,
@@ -207,10 +207,10 @@ class EngineConfig:
                 "served_model_name",
                 reason="conflicting_keys", param="lora_modules",
             )  # fmt: skip
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.prefill_block:
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
-                "every running sequence needs a token of each step",
+                f"max_num_batched_tokens {self.max_num_batched_tokens} does not hold one prefill_block of "
+                f"{self.prefill_block} tokens: raise the first or lower the second",
                 reason="conflicting_keys", param="max_num_batched_tokens",
             )  # fmt: skip
         if self.enable_lora and self.max_rank_rows < -(-self.max_lora_rank // 8) * 8:

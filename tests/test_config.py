@@ -144,7 +144,7 @@ class TestTogether:
         [
             ({"enable_lora": False, "lora_modules": {"a": "p"}}, "lora_modules"),
             ({"served_model_name": "a", "lora_modules": {"a": "p"}}, "lora_modules"),
-            ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "max_num_batched_tokens"),
+            ({"prefill_block": 64, "max_num_batched_tokens": 63}, "max_num_batched_tokens"),
             ({"max_lora_rank": 65, "max_rank_rows": 64}, "max_rank_rows"),
         ],
     )
@@ -153,7 +153,7 @@ class TestTogether:
         assert (error.reason, error.param) == ("conflicting_keys", param)
 
     def test_edges_of_the_rules_pass(self):
-        EngineConfig(model="m", max_num_seqs=64, max_num_batched_tokens=64, max_lora_rank=64, max_rank_rows=64)
+        EngineConfig(model="m", prefill_block=64, max_num_batched_tokens=64, max_lora_rank=64, max_rank_rows=64)
         EngineConfig(model="m", enable_lora=False, max_rank_rows=8)
 
     def test_replace_checks_again(self):

@@ -21,7 +21,6 @@ LEVELS = {
     "multilora_jax.config_values": 2,
     "multilora_jax.config": 2,
     "multilora_jax.request": 2,
-    "multilora_jax.sharding": 2,
     "multilora_jax.chat_template": 2,
     "multilora_jax.tokenizer": 2,
     "multilora_jax.detokenizer": 2,
@@ -32,6 +31,8 @@ LEVELS = {
     "multilora_jax.engine.step_plan": 5,
     "multilora_jax.engine.rank_rows": 5,
     "multilora_jax.engine.batch": 5,
+    "multilora_jax.engine.host_memory": 5,
+    "multilora_jax.engine.programs": 5,
     "multilora_jax.engine.model_runner": 5,
     "multilora_jax.engine": 6,
     "multilora_jax.llm": 7,
@@ -60,6 +61,10 @@ HOST = (
     "multilora_jax.engine.kv_manager",
     "multilora_jax.engine.scheduler",
     "multilora_jax.engine.metrics",
+    "multilora_jax.engine.rank_rows",
+    "multilora_jax.engine.host_memory",
+    "multilora_jax.engine.inputs",
+    "multilora_jax.engine.output",
     "multilora_jax.server",
 )
 """Modules and packages that work, and are tested in milliseconds, without jax."""

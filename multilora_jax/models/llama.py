@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -80,12 +81,30 @@ def forward(
     Returns:
         (pool, hidden): hidden is the normed output of the last layer, [D, T] if spec.features_first else [T, D].
     """
+    _check(pool, batch, spec)
     x, inputs = begin(params["top"], batch, spec=spec)
     rows = batch.lora.layers if batch.lora is not None else [None] * len(params["layers"])
     layer_fn = jax.jit(functools.partial(decoder_layer, spec=spec))
     for index, weights in enumerate(params["layers"]):
         x, pool = layer_fn(weights, rows[index], pool, jnp.int32(index), x, inputs)
     return pool, rms_norm(spec, x, params["top"]["final_norm"])
+
+
+def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
+    """Shapes and types at the boundary, checked while tracing."""
+    g = spec.geometry
+    shards = g.tp if spec.axis_name is None else 1
+    chex.assert_shape(pool, (g.num_layers, g.num_pages, shards, g.page_elements // g.tp))
+    chex.assert_type(pool, g.storage_dtype)
+    chex.assert_equal_shape([batch.token_ids_T, batch.positions_T, batch.slots_T, batch.adapter_T])
+    chex.assert_rank([batch.token_ids_T, batch.table_SP, batch.decode_chunks, batch.prefill_chunks], [1, 2, 0, 0])
+    chex.assert_type(jax.tree.leaves((batch.token_ids_T, batch.positions_T, batch.slots_T, batch.table_SP)), jnp.int32)
+    tokens, rows = batch.token_ids_T.shape[0], batch.table_SP.shape[0]
+    if tokens < rows or (tokens - rows) % (spec.prefill_block - 1):
+        raise ValueError(
+            f"a batch of {rows} rows cannot have {tokens} tokens: it has one for each decode row and "
+            f"{spec.prefill_block} for each prefill block"
+        )
 
 
 def begin(top: dict[str, jax.Array], batch: ForwardBatch, *, spec: LlamaSpec) -> tuple[jax.Array, LayerInputs]:

@@ -213,3 +213,28 @@ async def test_many_clients_at_once(real):
     assert [a["model"] for a in answers] == [list(CASES)[i % 4] for i in range(40)]
     await wait_for(real.free_of_requests)
     assert time.monotonic() - started < 60
+
+
+async def test_d22_requests_loads_and_unloads_of_one_name_at_once_leave_nothing_behind(real):
+    statuses = []
+    async with real.client as client:
+
+        async def ask():
+            while True:
+                body = {"model": "x", "prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+                statuses.append((await client.post(COMPLETIONS, json=body)).status_code)
+                await asyncio.sleep(0.002)
+
+        askers = [asyncio.create_task(ask()) for _ in range(6)]
+        for _ in range(10):
+            body = {"lora_name": "x", "lora_path": EXTRA}
+            assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+            await asyncio.sleep(0.02)
+            assert (await client.post("/v1/unload_lora_adapter", json={"lora_name": "x"})).status_code == 200
+        for asker in askers:
+            asker.cancel()
+        await asyncio.gather(*askers, return_exceptions=True)
+    assert set(statuses) == {200, 404}
+    await wait_for(real.free_of_requests)
+    assert "x" not in {name for name, _, _ in real.engine.stats().resident}
+    real.engine.check_integrity()

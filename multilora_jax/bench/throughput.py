@@ -1,0 +1,307 @@
+"""`bench throughput`: new tokens per second of an offline batch, per mix of adapters.
+
+Every round runs each mix once, in an order that moves on by one from round to round, and a mix's ratio is taken to
+the base's run of the same round: a machine that slows down for a while slows both. Reported are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from absl import flags as absl_flags
+from absl import logging
+
+from multilora_jax import flags
+from multilora_jax.bench.mixes import BASE, MIXES, assign, check_mixes
+from multilora_jax.bench.report import check_writable, make_report, table, write_json
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.errors import ConfigError
+from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
+from multilora_jax.memory.geometry import MODULES
+from multilora_jax.request import LoRARequest, SamplingParams
+
+# The flags count as those of the program that asks for them, so that its --help lists them.
+absl_flags.disclaim_key_flags()
+
+COLUMNS = {
+    "mix": "", "num_adapters": "d", "adapters_per_step": ".1f", "new_tokens": "d", "tokens_per_second": ".1f",
+    "ratio_to_base": ".3f", "byte_floor_ratio": ".3f",
+}  # fmt: skip
+
+DEFAULT_NUM_SEQS = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is measured.
+
+    Attributes:
+        mixes: names from bench.mixes, each run once per round.
+        num_adapters: N, adapters that the mixes are drawn over.
+        rank: of each random adapter, on all seven projections.
+        given_adapters: use the configuration's adapters first and random ones only beyond them; otherwise all are
+            random, so that figures of different configurations compare.
+        num_prompts: requests of one run; input_len, output_len: tokens of each prompt and of each answer.
+        rounds: timed runs of each mix.
+    """
+
+    mixes: tuple[str, ...]
+    num_adapters: int
+    rank: int = 16
+    given_adapters: bool = False
+    num_prompts: int = 32
+    input_len: int = 48
+    output_len: int = 32
+    rounds: int = 3
+
+    @property
+    def uses_adapters(self) -> bool:
+        return set(self.mixes) != {"base"}
+
+
+@dataclass
+class Run:
+    """One timed run of one mix.
+
+    Attributes:
+        seconds: from the first request to the last answer; new_tokens: generated in that time.
+        loads, preemptions: adapters copied into the pool and sequences put back, both 0 when the pool is large enough.
+        step_adapters: the names of the adapters of each step that gave tokens.
+    """
+
+    seconds: float
+    new_tokens: int
+    loads: int
+    preemptions: int
+    step_adapters: list[frozenset[str]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
+    """Defines this command's own flags."""
+    names = ", ".join(MIXES)
+    absl_flags.DEFINE_list(
+        "mix", ["base", "identical", "distinct"], f"Mixes to run in turn: {names}.", flag_values=flag_values
+    )
+    absl_flags.DEFINE_integer(
+        "num_adapters", None, "Adapters (default: max_num_seqs).", lower_bound=1, flag_values=flag_values
+    )
+    absl_flags.DEFINE_integer(
+        "rank", 16, "Rank of random adapters, on all seven projections.", lower_bound=1, flag_values=flag_values
+    )
+    absl_flags.DEFINE_boolean(
+        "given_adapters",
+        False,
+        "Use the configuration's adapters first, random ones only beyond them.",
+        flag_values=flag_values,
+    )
+    absl_flags.DEFINE_integer("num_prompts", 32, "Requests of one run.", lower_bound=1, flag_values=flag_values)
+    absl_flags.DEFINE_integer("input_len", 48, "Tokens of each prompt.", lower_bound=1, flag_values=flag_values)
+    absl_flags.DEFINE_integer("output_len", 32, "Tokens of each answer.", lower_bound=1, flag_values=flag_values)
+    absl_flags.DEFINE_integer("rounds", 3, "Timed runs of each mix.", lower_bound=1, flag_values=flag_values)
+    absl_flags.DEFINE_string("json", None, "File to write the figures to.", flag_values=flag_values)
+
+
+def main(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
+    """Runs the command from parsed flags."""
+    f = flag_values
+    mixes = check_mixes(f.mix)
+    if f.json is not None:
+        check_writable(f.json)
+    config = flags.config_from_flags(f)
+    # The figures are of a stated batch, not of whatever the server of this configuration allows.
+    num_seqs = config.max_num_seqs if f["max_num_seqs"].present else DEFAULT_NUM_SEQS
+    work = Workload(
+        tuple(mixes), f.num_adapters or num_seqs, f.rank, f.given_adapters, f.num_prompts, f.input_len, f.output_len,
+        f.rounds,
+    )  # fmt: skip
+    report = measure(fit_config(config, work, num_seqs, keep_rank_rows=bool(f["max_rank_rows"].present)), work)
+    print(table(report["rows"], COLUMNS))
+    if f.json is not None:
+        write_json(f.json, report)
+    return 0
+
+
+def fit_config(config: EngineConfig, work: Workload, num_seqs: int, *, keep_rank_rows: bool = False) -> EngineConfig:
+    """The configuration with the budgets of a step set to the workload.
+
+    Changed are max_num_seqs; max_rank_rows (to what `num_seqs` distinct adapters need, unless `keep_rank_rows`);
+    max_lora_rank where `rank` is above it; lora_modules and adapter_roots.
+
+    Raises:
+        ConfigError: the prompts and answers do not fit max_model_len, or adapters are asked for and switched off.
+    """
+    if work.uses_adapters and not config.enable_lora:
+        raise ConfigError(
+            "enable_lora is false: --mix base is all that can be measured", reason="conflicting_keys", param="mix"
+        )
+    total = work.input_len + work.output_len
+    if config.max_model_len is not None and total > config.max_model_len:
+        raise ConfigError(
+            f"input_len {work.input_len} + output_len {work.output_len} exceed max_model_len {config.max_model_len}: "
+            "shorten them or raise it",
+            reason="conflicting_keys", param="max_model_len",
+        )  # fmt: skip
+    modules = dict(list(config.lora_modules.items())[: work.num_adapters]) if work.given_adapters else {}
+    max_lora_rank = max(config.max_lora_rank, work.rank) if work.uses_adapters else config.max_lora_rank
+    # A given adapter may be of any rank up to the limit.
+    largest = max_lora_rank if modules else work.rank
+    rows = max(min(num_seqs, work.num_adapters) * -(-largest // 8) * 8, -(-max_lora_rank // 8) * 8)
+    return dataclasses.replace(
+        config,
+        max_num_seqs=num_seqs,
+        max_rank_rows=config.max_rank_rows if keep_rank_rows else rows,
+        max_lora_rank=max_lora_rank,
+        lora_modules=modules,
+        adapter_roots=(),
+    )
+
+
+def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
+    """Runs the workload; returns the report (see bench.report).
+
+    Raises:
+        ConfigError, UserError: the engine cannot serve this.
+        RuntimeError: something was compiled after warm-up, so the figures mean nothing.
+    """
+    engine = LLMEngine(config)
+    engine.warm_up()
+    with _adapters(engine, work) as adapters:
+        _check_pool(engine, work, adapters)
+        runs = _rounds(engine, work, adapters)
+    compilations = engine.stats().compilations
+    if compilations:
+        raise RuntimeError(f"{compilations} programs were compiled after warm-up: these figures are not valid")
+    base = [run.tokens_per_second for run in runs["base"]] if "base" in runs else None
+    sizes = {adapter.name: adapter_bytes(adapter, engine) for adapter in adapters}
+    rows = [_row(mix, runs[mix], base, sizes, weight_bytes(engine)) for mix in work.mixes]
+    settings = {**config.to_dict(), "dtype": engine.geometry.dtype, "max_model_len": engine.max_model_len}
+    settings |= {"pool_pages": engine.geometry.num_pages, **dataclasses.asdict(work), "mixes": list(work.mixes)}
+    return make_report("throughput", settings, rows)
+
+
+def _row(mix: str, runs: list[Run], base: list[float] | None, sizes: dict[str, int], weights: int) -> dict[str, Any]:
+    """A row of the report; the typical step is the median one."""
+    steps = [step for run in runs for step in run.step_adapters]
+    read = statistics.median(sum(sizes[name] for name in step) for step in steps)
+    speeds = [run.tokens_per_second for run in runs]
+    ratios = None if base is None else [mine / its for mine, its in zip(speeds, base, strict=True)]
+    return {
+        "mix": mix,
+        "num_adapters": len(frozenset().union(*steps)),
+        "adapters_per_step": float(statistics.median(len(step) for step in steps)),
+        "new_tokens": runs[0].new_tokens,
+        "tokens_per_second": statistics.median(speeds),
+        "ratio_to_base": None if ratios is None else statistics.median(ratios),
+        "byte_floor_ratio": weights / (weights + read),
+        "tokens_per_second_by_round": speeds,
+        "ratio_to_base_by_round": ratios,
+        "adapter_bytes_per_step": int(read),
+        "weight_bytes_per_step": weights,
+        "adapter_loads": sum(run.loads for run in runs),
+        "preemptions": sum(run.preemptions for run in runs),
+    }
+
+
+def weight_bytes(engine: LLMEngine) -> int:
+    """Bytes of base weights that a step reads: all, but of an untied embedding table only a few rows."""
+    m = engine.model_config
+    read = m.num_parameters - (0 if m.tie_word_embeddings else m.vocab_size * m.hidden_size)
+    return read * engine.geometry.storage_dtype.itemsize
+
+
+def adapter_bytes(adapter: HostAdapter, engine: LLMEngine) -> int:
+    """Bytes of an adapter's own rank rows."""
+    dims_M = np.asarray([sum(engine.geometry.module_dims(module)) for module in MODULES])
+    return int((adapter.ranks_LM @ dims_M).sum()) * engine.geometry.storage_dtype.itemsize
+
+
+@contextmanager
+def _adapters(engine: LLMEngine, work: Workload) -> Iterator[list[HostAdapter]]:
+    """The N adapters of the workload; random ones are loaded from PEFT folders as any other is."""
+    adapters = engine.list_loras()
+    missing = work.num_adapters - len(adapters) if work.uses_adapters else 0
+    with tempfile.TemporaryDirectory(prefix="multilora_bench_") as folder:
+        if missing:
+            logging.info("making %d random adapters of rank %d", missing, work.rank)
+        for number in range(missing):
+            path = f"{folder}/random-{number}"
+            save_peft(random_adapter_weights(engine.model_config, work.rank, seed=number), path)
+            adapters.append(engine.add_lora(LoRARequest(f"random-{number}", len(adapters) + 1, path)))
+        yield adapters
+
+
+def _check_pool(engine: LLMEngine, work: Workload, adapters: list[HostAdapter]) -> None:
+    """Warns where the pool is too small for the workload: then loading and preemption are measured too."""
+    num_seqs = min(engine.config.max_num_seqs, work.num_prompts)
+    kv = num_seqs * engine.geometry.pages_for_tokens(work.input_len + work.output_len)
+    needed = kv + sum(adapter.num_pages for adapter in adapters)
+    if needed > engine.allocator.num_total:
+        logging.warning(
+            "the pool is too small: %d pages for %d sequences and %d for %d adapters, but it has %d. Adapters will be "
+            "loaded, or sequences preempted, during the timed runs; --pool-pages %d avoids that",
+            kv, num_seqs, needed - kv, len(adapters), engine.allocator.num_total, needed + num_seqs + 1,
+        )  # fmt: skip
+
+
+def _rounds(engine: LLMEngine, work: Workload, adapters: list[HostAdapter]) -> dict[str, list[Run]]:
+    """An untimed run of each mix, then `rounds` timed ones in turn."""
+    ids = (f"bench-{n}" for n in itertools.count())
+    rng = np.random.default_rng(engine.config.seed)
+    prompts = rng.integers(engine.model_config.vocab_size, size=(work.num_prompts, work.input_len)).tolist()
+    loras = {
+        mix: [
+            None if number == BASE else engine.lora_request(adapters[number].name)
+            for number in assign(mix, work.num_prompts, work.num_adapters, engine.config.seed)
+        ]
+        for mix in work.mixes
+    }
+    runs: dict[str, list[Run]] = {mix: [] for mix in work.mixes}
+    for number in range(work.rounds + 1):
+        shift = number % len(work.mixes)
+        for mix in work.mixes[shift:] + work.mixes[:shift]:
+            run = run_once(engine, prompts, loras[mix], work.output_len, ids)
+            if number:
+                runs[mix].append(run)
+            name = f"round {number} of {work.rounds}" if number else "warm run"
+            logging.info("%s: %s %.1f tokens/s", name, mix, run.tokens_per_second)
+    return runs
+
+
+def run_once(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    loras: list[LoRARequest | None],
+    output_len: int,
+    ids: Iterator[str],
+) -> Run:
+    """Answers all prompts greedily, with `output_len` tokens each."""
+    before = engine.stats()
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    new_tokens, steps = 0, []
+    start = time.perf_counter()
+    for prompt, lora in zip(prompts, loras, strict=True):
+        engine.add_request(next(ids), prompt, params, lora)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        if outputs:
+            steps.append(frozenset(o.lora_request.lora_name for o in outputs if o.lora_request is not None))
+        new_tokens += sum(len(o.outputs[0].token_ids) for o in outputs if o.finished)
+    seconds = time.perf_counter() - start
+    after = engine.stats()
+    loads, preemptions = after.adapter_loads - before.adapter_loads, after.num_preemptions - before.num_preemptions
+    return Run(seconds, new_tokens, loads, preemptions, steps)

@@ -1,0 +1,103 @@
+"""Engines on tiny models for tests, with few compiled shapes, and what they computed on the way."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
+from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
+
+TINY_MODEL = str(Path(__file__).parent.parent / "configs" / "tiny_model")
+
+# One set of sizes for most engines: programs of equal shapes come from the compilation cache.
+SIZES: dict[str, Any] = {
+    "dtype": "float32", "pool_pages": 512, "max_num_seqs": 16, "max_num_batched_tokens": 32, "prefill_block": 16,
+    "max_model_len": 256, "max_rank_rows": 256, "warm_up": False,
+}  # fmt: skip
+
+
+def make_engine(model: str | Path, *, narrow: bool = True, **options: Any) -> LLMEngine:
+    """An engine of SIZES; `narrow` leaves it one decode shape, one shape with prefill and one size of row buffers."""
+    engine = LLMEngine(EngineConfig.from_dict({"model": str(model), **SIZES, **options}), progress=False)
+    if narrow:
+        runner = engine.runner
+        runner.shapes = [runner.shapes[-1 - len({s.num_blocks for s in runner.shapes if s.num_blocks})], runner.shapes[-1]]
+        runner.rank_rows.buckets = runner.rank_rows.buckets[-1:]
+    return engine
+
+
+def tiny_engine(**options: Any) -> LLMEngine:
+    """An engine on configs/tiny_model: random weights, byte-level tokenizer, chat template."""
+    return make_engine(TINY_MODEL, load_format="dummy", **options)
+
+
+class Request(NamedTuple):
+    """Arguments of add_request without its id."""
+
+    prompt: Any
+    params: SamplingParams
+    lora: LoRARequest | None = None
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def run_all(engine: LLMEngine, requests: Iterable[Request]) -> list[RequestOutput]:
+    """Runs requests together to their ends; outputs in their order. Leaves the engine empty and sound."""
+    ids = []
+    for number, request in enumerate(requests):
+        engine.add_request(f"run-{number}", *request)
+        ids.append(f"run-{number}")
+    done: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    engine.check_integrity()
+    assert engine.stats().pages_kv == 0
+    return [done[request_id] for request_id in ids]
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class LogitsRecorder:
+    """Keeps the logits of every position that an engine runs, prompt and answer, by request id."""
+
+    def __init__(self, engine: LLMEngine):
+        self._rows: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+        runner, execute = engine.runner, engine.runner.execute
+        top = runner.params["top"]
+        head_VD = np.asarray(top.get("lm_head", top["embed"]), np.float32)
+
+        def recorded(step: Any, pages_of: Any) -> Any:
+            built, output = execute(step, pages_of)
+            hidden = np.asarray(output.hidden, np.float32)
+            logits_TV = (hidden.T if runner.spec.features_first else hidden) @ head_VD.T
+            for row, seq in enumerate(step.decodes):
+                self._rows[seq.request_id][seq.num_computed_tokens] = logits_TV[row]
+            for seq, first, count in built.chunks:
+                for i in range(count):
+                    self._rows[seq.request_id][seq.num_computed_tokens + i] = logits_TV[first + i]
+            return built, output
+
+        runner.execute = recorded
+
+    def take(self, number: int) -> np.ndarray:
+        """float32[positions, V] of request `number` of the last run_all; forgets it."""
+        rows = self._rows.pop(f"run-{number}")
+        return np.stack([rows[position] for position in range(len(rows))])
+
+
+def make_adapter(folder: Path, engine: LLMEngine, rank: Any, seed: int, **options: Any) -> LoRARequest:
+    """Writes a random adapter strong enough to change greedy text; its LoRARequest is named after the folder."""
+    weights = random_adapter_weights(engine.model_config, rank, seed=seed, **{"delta_std": 0.1, **options})
+    save_peft(weights, str(folder))
+    return LoRARequest(folder.name, 1000 + seed, str(folder))
