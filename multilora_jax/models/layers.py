@@ -91,6 +91,9 @@ def write_kv(
 ) -> jax.Array:
     """Scatters the K and V of T tokens of one layer into their page slots. DONATES pool_LPE when jitted so.
 
+    Only finite values are written, zeros in place of others: attention gives unseen slots the weight 0, and 0 * NaN
+    would carry what an overflowing adapter left in a page over to the page's next owner.
+
     Args:
         pool_LPE: uint[L, P, E], this shard's bits.
         slots_T: int32[T], page * page_tokens + offset.
@@ -98,6 +101,7 @@ def write_kv(
     S = spec.geometry.page_tokens
     L, P, _ = pool_LPE.shape
     kv_T2KH = jnp.stack([k_TKH, v_TKH], 1).astype(spec.dtype)
+    kv_T2KH = jnp.where(jnp.isfinite(kv_T2KH), kv_T2KH, 0)
     bits = jax.lax.bitcast_convert_type(kv_T2KH, pool_LPE.dtype)
     pages = pool_LPE.reshape(L, P, 2, k_TKH.shape[1], S, spec.config.head_dim)
     pages = pages.at[layer, slots_T // S, :, :, slots_T % S].set(bits, mode="promise_in_bounds")

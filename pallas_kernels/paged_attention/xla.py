@@ -31,7 +31,8 @@ def paged_attention(
 
     Args:
         q_BQNH: [B, Q, N, H], rotated queries, compute type.
-        pool_LPE: uint[L, P, E], the pool's bits; a page is laid out [2, K, page_tokens, H], keys first.
+        pool_LPE: uint[L, P, E], the pool's bits; a page is laid out [2, K, page_tokens, H], keys first. All slots of
+            the pages read, unseen ones too, must hold finite values: unseen values are multiplied by 0.
         layer: index into L.
         table_BP: int32[B, pages], pages a multiple of PAGE_CHUNK; entries past a row's context may be any valid page.
         position_BQ: int32[B, Q]; a query sees the slots up to its own position, so each must be at least 0.

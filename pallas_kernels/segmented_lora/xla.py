@@ -53,7 +53,7 @@ def lora_expand(s: jax.Array, b_OR: jax.Array, *, features_first: bool) -> jax.A
 
     Args:
         s: [R, T] if features_first else [T, R], from lora_shrink.
-        b_OR: [O, R], compute type.
+        b_OR: [O, R], compute type. Finite in every row, those that nobody owns too: they are multiplied by 0.
 
     Returns:
         float32 [O, T] if features_first else [T, O].

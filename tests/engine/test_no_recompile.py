@@ -1,0 +1,75 @@
+"""After warm-up nothing compiles, whatever requests and adapters come and go."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from multilora_jax.request import SamplingParams
+from tests.tiny_engine import Request, greedy, make_adapter, run_all, tiny_engine, tokens_of
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiles():
+    """Grows by one entry with every program that XLA compiles or loads from its cache."""
+    events: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event == COMPILE_EVENT:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Room for two sequences, 32 pages for their KV and the adapters, two sizes of row buffers; warmed up."""
+    engine = tiny_engine(
+        narrow=False, max_num_seqs=2, max_num_batched_tokens=16, pool_pages=33, max_model_len=512, max_rank_rows=32,
+        max_lora_rank=32,
+    )  # fmt: skip
+    engine.warm_up()
+    return engine
+
+
+def test_the_listener_hears(compiles):
+    jax.jit(lambda x: x * 3 + len(compiles))(jnp.zeros(7)).block_until_ready()
+    assert compiles
+
+
+def test_traffic_compiles_nothing(engine, compiles, tmp_path):
+    prompt, long = "Hello", "a long prompt " * 12
+    loras = [make_adapter(tmp_path / f"rank{rank}", engine, rank, rank) for rank in (1, 8, 3, 16, 30, 12, 24)]
+    options = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=5, max_tokens=6, ignore_eos=True)
+    first = run_all(engine, [Request(prompt, greedy(4), lora) for lora in loras])
+    run_all(engine, [Request(prompt, greedy(4), lora) for lora in [None, loras[0], None, loras[2], loras[1]]])
+    run_all(engine, [Request(prompt, options, lora) for lora in [*loras, None]])
+    run_all(engine, [Request(prompt, greedy(4, logprobs=20), loras[1]), Request(prompt, greedy(4))])
+    run_all(engine, [Request(long, greedy(4, prompt_logprobs=5), lora) for lora in [None, loras[3]]])
+    assert engine.stats().adapter_evictions > 0
+    # Two texts of up to 20 pages each in a pool of 32.
+    run_all(engine, [Request([7] * 250, greedy(60)), Request([9] * 250, greedy(60))])
+    assert engine.stats().num_preemptions > 0
+    engine.remove_lora("rank8")
+    engine.add_request("gone", long, greedy(4), loras[0])
+    engine.step()
+    assert engine.abort_request("gone")
+    again = run_all(engine, [Request(prompt, greedy(4), lora) for lora in loras])
+
+    assert tokens_of(again) == tokens_of(first)
+    assert engine.runner.rank_rows.bucket == 32  # both sizes were used
+    assert engine.stats().compilations == 0
+    assert compiles == []
+
+
+def test_a_forgotten_program_is_counted(engine, compiles):
+    """What the test above would see if warm-up left something out."""
+    before = engine.stats().compilations
+    engine.runner.programs.get("rows", 8)
+    assert engine.stats().compilations == before + 1
+    assert len(compiles) == 1
