@@ -93,27 +93,24 @@ class Run:
 
 def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
     """Defines this command's own flags."""
-    names = ", ".join(MIXES)
     absl_flags.DEFINE_list(
-        "mix", ["base", "identical", "distinct"], f"Mixes to run in turn: {names}.", flag_values=flag_values
-    )
-    absl_flags.DEFINE_integer(
-        "num_adapters", None, "Adapters (default: max_num_seqs).", lower_bound=1, flag_values=flag_values
-    )
-    absl_flags.DEFINE_integer(
-        "rank", 16, "Rank of random adapters, on all seven projections.", lower_bound=1, flag_values=flag_values
-    )
-    absl_flags.DEFINE_boolean(
-        "given_adapters",
-        False,
-        "Use the configuration's adapters first, random ones only beyond them.",
+        "mix", ["base", "identical", "distinct"], f"Mixes to run in turn, of {', '.join(MIXES)}.",
         flag_values=flag_values,
-    )
-    absl_flags.DEFINE_integer("num_prompts", 32, "Requests of one run.", lower_bound=1, flag_values=flag_values)
-    absl_flags.DEFINE_integer("input_len", 48, "Tokens of each prompt.", lower_bound=1, flag_values=flag_values)
-    absl_flags.DEFINE_integer("output_len", 32, "Tokens of each answer.", lower_bound=1, flag_values=flag_values)
-    absl_flags.DEFINE_integer("rounds", 3, "Timed runs of each mix.", lower_bound=1, flag_values=flag_values)
+    )  # fmt: skip
+    absl_flags.DEFINE_boolean(
+        "given_adapters", False, "Use the configuration's adapters first and random ones beyond them; by default all "
+        "are random, so that figures of different configurations compare.", flag_values=flag_values,
+    )  # fmt: skip
     absl_flags.DEFINE_string("json", None, "File to write the figures to.", flag_values=flag_values)
+    for name, default, doc in (
+        ("num_adapters", None, "Adapters that the mixes are drawn over; by default as many as max_num_seqs."),
+        ("rank", 16, "Rank of the random adapters, which have all seven projections."),
+        ("num_prompts", 32, "Requests of one run."),
+        ("input_len", 48, "Tokens of each prompt."),
+        ("output_len", 32, "Tokens of each answer."),
+        ("rounds", 3, "Timed runs of each mix; the figures are medians over them."),
+    ):
+        absl_flags.DEFINE_integer(name, default, doc, lower_bound=1, flag_values=flag_values)
 
 
 def main(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
@@ -290,6 +287,8 @@ def run_once(
     ids: Iterator[str],
 ) -> Run:
     """Answers all prompts greedily, with `output_len` tokens each."""
+    # Buffers as large as the mix before needed them would slow this one down for a while.
+    engine.runner.rank_rows.reset()
     before = engine.stats()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     new_tokens, steps = 0, []

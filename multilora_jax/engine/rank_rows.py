@@ -63,6 +63,11 @@ class RankRows:
         self._blocks.pop(adapter, None)
         self._index.pop(adapter, None)
 
+    def reset(self) -> None:
+        """Forgets all places: the next step with adapters begins with fresh buffers of the size it needs."""
+        self.bucket, self._too_large = 0, 0
+        self._blocks, self._index = {}, {}
+
     def plan(self, adapters: list[Any]) -> RowPlan:
         """Makes room for the adapters of a step and says what must be copied.
 
@@ -87,8 +92,8 @@ class RankRows:
         return RowPlan(self.bucket, copies=self._place(missing, set(adapters)), changed=True)
 
     def _rebuild(self, adapters: list[Any], bucket: int) -> RowPlan:
-        self.bucket, self._too_large = bucket, 0
-        self._blocks, self._index = {}, {}
+        self.reset()
+        self.bucket = bucket
         return RowPlan(bucket, rebuild=True, copies=self._place(adapters, set(adapters)), changed=True)
 
     def _place(self, missing: list[Any], wanted: set[Any]) -> list[tuple[Any, int, int]]:

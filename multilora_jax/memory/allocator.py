@@ -64,6 +64,10 @@ class PageAllocator:
         """Pages that hold `kind` now."""
         return self._counts[kind]
 
+    def kinds(self) -> list[PageKind]:
+        """What each page of 1..num_pages-1 holds now, in order of page id. O(P)."""
+        return [PageKind(kind) for kind in self._kinds[1:]]
+
     def allocate(self, num_pages: int, kind: PageKind) -> list[int] | None:
         """Take `num_pages` pages for `kind`, or None, and nothing taken, when fewer are free.
 

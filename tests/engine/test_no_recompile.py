@@ -52,8 +52,8 @@ def test_traffic_compiles_nothing(engine, compiles, tmp_path):
     run_all(engine, [Request(prompt, greedy(4, logprobs=20), loras[1]), Request(prompt, greedy(4))])
     run_all(engine, [Request(long, greedy(4, prompt_logprobs=5), lora) for lora in [None, loras[3]]])
     assert engine.stats().adapter_evictions > 0
-    # Two texts of up to 20 pages each in a pool of 32.
-    run_all(engine, [Request([7] * 250, greedy(60)), Request([9] * 250, greedy(60))])
+    # Two texts of up to 19 pages each in a pool of 32.
+    run_all(engine, [Request([7] * 220, greedy(70)), Request([9] * 220, greedy(70))])
     assert engine.stats().num_preemptions > 0
     engine.remove_lora("rank8")
     engine.add_request("gone", long, greedy(4), loras[0])

@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
-from multilora_jax.serve import curl_line, listen, url_host
+from multilora_jax.serve import curl_line, listen, serve, url_host
 from tests.server.fake_engine import GOLDEN, byte_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -167,6 +168,21 @@ def test_a_bad_adapter_at_start_ends_the_process_with_its_reason(start):
     assert process.wait() == 1
     assert "/nowhere/at/all" in process.errors
     assert "Traceback" not in process.errors
+
+
+def test_a_failed_start_stops_listening(monkeypatch):
+    def fail(config):
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr("multilora_jax.serve.LLMEngine", fail)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(ConfigError, match="no such model"):
+            serve(EngineConfig(model="fake", port=0))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "http" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_listen_names_what_is_wrong():
