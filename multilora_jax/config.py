@@ -144,7 +144,7 @@ class EngineConfig:
     # The step
     max_num_seqs: int = field(default=32, metadata=_key("Most sequences that run at once.", low=1))
     max_num_batched_tokens: int = field(
-        default=256, metadata=_key("Most prompt tokens in one step, counted in whole blocks (see prefill_block).", low=1)
+        default=256, metadata=_key("Most prompt tokens in a step, counted in whole blocks (see prefill_block).", low=1)
     )
     prefill_block: int = field(
         default=32, metadata=_key("Prompt tokens are run in blocks of this many tokens of one sequence.", low=2)

@@ -12,7 +12,13 @@ from multilora_jax.request import SamplingParams
 from multilora_jax.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may hold both, the ids count."""
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A dict with both is a rendered conversation: the ids
+are run as they are and the answer is a text of its own, not a continuation of the prompt's."""
+
+
+def continues_text(prompt: Prompt) -> bool:
+    """Whether the output goes on from the prompt's text, so that a space before its first word is kept."""
+    return not (isinstance(prompt, dict) and "prompt" in prompt and "prompt_token_ids" in prompt)
 
 
 class InputReader:

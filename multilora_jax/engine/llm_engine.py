@@ -15,7 +15,7 @@ from tqdm import tqdm
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
 from multilora_jax.engine.host_memory import release_freed_memory
-from multilora_jax.engine.inputs import InputReader, Prompt
+from multilora_jax.engine.inputs import InputReader, Prompt, continues_text
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.model_runner import ModelRunner
@@ -202,7 +202,9 @@ class LLMEngine:
         )
         with self._books:
             self.scheduler.add(seq)
-            self._requests[request_id] = RequestState(seq, text, lora_request, self.tokenizer)
+            self._requests[request_id] = RequestState(
+                seq, text, lora_request, self.tokenizer, continues_text=continues_text(prompt)
+            )
             if adapter is not None:
                 self._users[adapter] += 1
 

@@ -79,15 +79,15 @@ class ModelRunner:
             keys += [("insert", rows), ("rows", rows)]
         if self.rank_rows.buckets:
             keys.append(("write_page",))
-        with (
-            ThreadPoolExecutor(threads) as pool,
-            tqdm(total=len(keys), desc="Compiling", unit="program", disable=not progress) as bar,
-        ):
+        pool = ThreadPoolExecutor(threads)
+        try:
             futures = [pool.submit(self.programs.get, *key) for key in keys]
-            for future in as_completed(futures):
+            done = as_completed(futures)
+            for future in tqdm(done, total=len(keys), desc="Compiling", unit="program", disable=not progress):
                 future.result()
                 release_freed_memory()  # compilers leave much of it with the allocator
-                bar.update()
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interrupt waits for the programs under way only
         for shape in (self.shapes[0], self.shapes[-1]):
             self._run(empty_batch(shape, self.spec.prefill_block, self.width), shape, 0).token_S.block_until_ready()
 

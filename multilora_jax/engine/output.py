@@ -26,10 +26,17 @@ class RequestState:
         prompt: its text, None if it came as token ids.
         lora_request: as given by the caller.
         tokenizer: None for a model without one.
+        continues_text: the output goes on from the prompt's text, so that a space before its first word is kept.
     """
 
     def __init__(
-        self, seq: Sequence, prompt: str | None, lora_request: LoRARequest | None, tokenizer: Tokenizer | None
+        self,
+        seq: Sequence,
+        prompt: str | None,
+        lora_request: LoRARequest | None,
+        tokenizer: Tokenizer | None,
+        *,
+        continues_text: bool = True,
     ):
         self.seq = seq
         self.prompt = prompt
@@ -39,7 +46,7 @@ class RequestState:
         if seq.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, seq.params)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, seq.params, continues_text=continues_text)
         self._logprobs: list[dict[int, Logprob]] | None = [] if seq.params.logprobs is not None else None
         self._cumulative_logprob = 0.0
 
@@ -81,7 +88,8 @@ class RequestState:
 
     def add_prompt_logprobs(self, values: Iterable[tuple[Any, ...]], first: int) -> None:
         """Records the prompt tokens from position `first` on (the next one not yet recorded)."""
-        assert self.prompt_logprobs is not None and first == len(self.prompt_logprobs)
+        assert self.prompt_logprobs is not None
+        assert first == len(self.prompt_logprobs)
         for position, value in enumerate(values, first):
             token = self.seq.token_ids[position]
             self.prompt_logprobs.append(self._entry(token, list(value), self.seq.params.prompt_logprobs or 0))

@@ -52,7 +52,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
 
     async def submit() -> list[OutputStream]:
         submission = engine.submit(
-            {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
+            {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
             lora_request=target.lora_request, priority=body.priority or 0,
         )  # fmt: skip
         return await submit_all([submission])

@@ -149,7 +149,7 @@ def test_a_port_in_use_is_an_error_before_the_model_is_loaded(start):
 
 def test_a_signal_before_the_server_is_ready_ends_it_at_once(start):
     port = free_port()
-    process = start("--port", str(port), "--seed", "1")
+    process = start("--port", str(port), "--seed", "1", "--warm-up")
     deadline = time.monotonic() + 60
     while True:
         try:
