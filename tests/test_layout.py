@@ -25,8 +25,10 @@ LEVELS = {
     "multilora_jax.tokenizer": 2,
     "multilora_jax.detokenizer": 2,
     "multilora_jax.flags": 2,
+    "multilora_jax.safetensors_file": 2,
     "multilora_jax.memory": 2,
     "multilora_jax.models": 3,
+    "multilora_jax.bench.mixes": 2,
     "multilora_jax.lora": 4,
     "multilora_jax.engine.step_plan": 5,
     "multilora_jax.engine.rank_rows": 5,
@@ -52,6 +54,7 @@ HOST = (
     "multilora_jax.chat_template",
     "multilora_jax.tokenizer",
     "multilora_jax.detokenizer",
+    "multilora_jax.safetensors_file",
     "multilora_jax.memory",
     "multilora_jax.models.config",
     "multilora_jax.models.rope",
@@ -66,6 +69,9 @@ HOST = (
     "multilora_jax.engine.inputs",
     "multilora_jax.engine.output",
     "multilora_jax.server",
+    "multilora_jax.bench.mixes",
+    "multilora_jax.bench.report",
+    "multilora_jax.pool_map",
 )
 """Modules and packages that work, and are tested in milliseconds, without jax."""
 

@@ -106,8 +106,9 @@ def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_l
 
 def set_compilation_cache(folder: str | None) -> Path:
     """Keeps compiled programs between starts; an already configured cache of the process is left alone."""
-    if jax.config.jax_compilation_cache_dir and folder is None:
-        return Path(jax.config.jax_compilation_cache_dir)
+    configured = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if configured and folder is None:
+        return Path(configured)
     root = os.environ.get("MULTILORA_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "multilora_jax"
     )

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from multilora_jax.lora.config import PeftConfig
 from multilora_jax.lora.tensor_names import projection_path
-from multilora_jax.lora.weights import CONFIG_FILE, WEIGHTS_FILE, AdapterWeights, ModuleKey, module_dims
+from multilora_jax.lora.weights import CONFIG_FILE, WEIGHTS_FILE, AdapterWeights, ModuleKey
 from multilora_jax.memory.geometry import MODULES
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def random_adapter_weights(
         "rank_pattern": {projection_path(*key): r for key, r in ranks.items() if r != largest},
     }  # fmt: skip
     config = PeftConfig.from_dict(raw)
-    rng, dims = np.random.default_rng(seed), module_dims(model_config)
+    rng = np.random.default_rng(seed)
     a, b, scale = {}, {}, {}
     for key, r in ranks.items():
-        in_dim, out_dim = dims[key[1]]
+        in_dim, out_dim = model_config.module_dims(key[1])
         scale[key] = config.scale_of(projection_path(*key))
         # An entry of B A is a sum of r products: with A of deviation 1/sqrt(r), B's is that of the sum.
         a[key] = rng.standard_normal((r, in_dim), np.float32) / np.float32(np.sqrt(r))

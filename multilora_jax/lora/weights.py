@@ -9,7 +9,8 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,16 @@ import numpy as np
 
 from multilora_jax.errors import AdapterError, NotFoundError
 from multilora_jax.lora.config import PeftConfig, unsupported
-from multilora_jax.lora.safetensors_file import SafetensorsFile, TensorInfo, open_regular, refuse_lfs_pointer
 from multilora_jax.lora.tensor_names import TensorKind, TensorName, classify
 from multilora_jax.memory.geometry import MODULES
+from multilora_jax.safetensors_file import (
+    FileError,
+    FileFault,
+    SafetensorsFile,
+    TensorInfo,
+    open_regular,
+    refuse_lfs_pointer,
+)
 
 if TYPE_CHECKING:
     from multilora_jax.models.config import ModelConfig
@@ -64,13 +72,6 @@ class _Pair:
     b: TensorInfo | None = None
 
 
-def module_dims(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(in_dim, out_dim) of each of MODULES."""
-    D, F = model_config.hidden_size, model_config.ffn_size
-    Q, KV = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
-    return dict(zip(MODULES, ((D, Q), (D, KV), (D, KV), (Q, D), (D, F), (D, F), (F, D)), strict=True))
-
-
 def load_adapter(path: str, model_config: ModelConfig, *, max_lora_rank: int) -> AdapterWeights:
     """Reads and checks a PEFT LoRA adapter (adapter_config.json and adapter_model.safetensors).
 
@@ -96,13 +97,14 @@ def load_adapter(path: str, model_config: ModelConfig, *, max_lora_rank: int) ->
     if not os.path.lexists(weights_path):
         _refuse_other_formats(path)
     digest = hashlib.sha256(config.canonical_json() + b"\n")
-    with SafetensorsFile(weights_path) as file:
-        names = {info.name: classify(info.name) for info in file.tensors}
-        pairs = _bind(file.tensors, names, model_config.num_layers)
-        rank = _check_shapes(pairs, config, module_dims(model_config), max_lora_rank)
+    with _refusing(weights_path):
+        file = SafetensorsFile(weights_path)
+        names = {name: classify(name) for name in file.tensors}
+        pairs = _bind(file.tensors.values(), names, model_config.num_layers)
+        rank = _check_shapes(pairs, config, model_config, max_lora_rank)
         a: dict[ModuleKey, np.ndarray] = {}
         b: dict[ModuleKey, np.ndarray] = {}
-        for info, array in file.read(digest):
+        for info, array in file.read_all(digest):
             if not np.isfinite(array).all():
                 raise AdapterError(
                     f"tensor {info.name!r} holds NaN or infinite values", reason="nan_weights", param="lora_path"
@@ -113,10 +115,35 @@ def load_adapter(path: str, model_config: ModelConfig, *, max_lora_rank: int) ->
     return AdapterWeights(path, digest.hexdigest(), rank, config, a, b, scale)
 
 
+_REASONS: dict[FileFault, str] = {
+    "not_found": "adapter_file_not_found",
+    "not_regular": "corrupt_weights",
+    "lfs_pointer": "lfs_pointer",
+    "corrupt": "corrupt_weights",
+    "unsupported_dtype": "unsupported_dtype",
+}
+
+
+@contextmanager
+def _refusing(path: str) -> Iterator[None]:
+    """Turns what is wrong with the adapter's file `path` into the error that refuses the adapter."""
+    name = os.path.basename(path)
+    try:
+        yield
+    except FileError as error:
+        refusal, message = AdapterError, f"{name}: {error.message}"
+        if error.kind == "not_found":
+            refusal, message = NotFoundError, f"cannot open {name} in the adapter's folder: {error.message}"
+        elif error.kind == "corrupt":
+            message = f"{name} is damaged: {error.message}; copy or save it again"
+        raise refusal(message, reason=_REASONS[error.kind], param="lora_path") from None
+
+
 def _read_config(path: str) -> PeftConfig:
-    with open_regular(path) as file:
-        text = file.read(MAX_CONFIG_BYTES + 1)
-    refuse_lfs_pointer(text, CONFIG_FILE)
+    with _refusing(path):
+        with open_regular(path) as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        refuse_lfs_pointer(text)
     if len(text) > MAX_CONFIG_BYTES:
         raise AdapterError(
             f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes", reason="bad_adapter_config", param="lora_path"
@@ -145,7 +172,7 @@ def _listing(names: Iterable[str], limit: int = 5) -> str:
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _bind(tensors: list[TensorInfo], names: dict[str, TensorName], num_layers: int) -> dict[ModuleKey, _Pair]:
+def _bind(tensors: Collection[TensorInfo], names: dict[str, TensorName], num_layers: int) -> dict[ModuleKey, _Pair]:
     """Gives every tensor its (layer, module), or raises AdapterError."""
     if not tensors:
         raise AdapterError("the adapter holds no tensors", reason="empty_adapter", param="lora_path")
@@ -187,7 +214,7 @@ def _bind(tensors: list[TensorInfo], names: dict[str, TensorName], num_layers: i
 
 
 def _check_shapes(
-    pairs: dict[ModuleKey, _Pair], config: PeftConfig, dims: dict[str, tuple[int, int]], max_lora_rank: int
+    pairs: dict[ModuleKey, _Pair], config: PeftConfig, model_config: ModelConfig, max_lora_rank: int
 ) -> int:
     """Checks every shape against the base and the config; returns the largest rank."""
     largest = 0
@@ -201,7 +228,7 @@ def _check_shapes(
                     "training (ZeRO-3, FSDP) without gathering the weights?",
                     reason="empty_tensor", param="lora_path",
                 )  # fmt: skip
-        rank, in_dim, out_dim = pair.a.shape[0], *dims[module]
+        rank, in_dim, out_dim = pair.a.shape[0], *model_config.module_dims(module)
         for info, wanted in ((pair.a, (rank, in_dim)), (pair.b, (out_dim, rank))):
             if info.shape != wanted:
                 raise AdapterError(

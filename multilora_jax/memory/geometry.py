@@ -17,6 +17,14 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The seven projections of a Llama layer; the order of the module axis `M` everywhere."""
 
 
+def module_dims(module: str, *, hidden: int, q_dim: int, kv_dim: int, ffn: int) -> tuple[int, int]:
+    """(in_dim, out_dim) of one of MODULES in a model of these widths."""
+    return {
+        "q_proj": (hidden, q_dim), "k_proj": (hidden, kv_dim), "v_proj": (hidden, kv_dim), "o_proj": (q_dim, hidden),
+        "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
+    }[module]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PoolGeometry:
     """Sizes of `pool[L, P, TP, E/TP]` and of everything addressed inside it.
@@ -83,11 +91,7 @@ class PoolGeometry:
 
     def module_dims(self, module: str) -> tuple[int, int]:
         """(in_dim, out_dim) of one of MODULES."""
-        D, Q, KV, F = self.hidden, self.q_dim, self.kv_dim, self.ffn
-        return {
-            "q_proj": (D, Q), "k_proj": (D, KV), "v_proj": (D, KV), "o_proj": (Q, D),
-            "gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D),
-        }[module]  # fmt: skip
+        return module_dims(module, hidden=self.hidden, q_dim=self.q_dim, kv_dim=self.kv_dim, ffn=self.ffn)
 
     def pages_for_tokens(self, num_tokens: int) -> int:
         """Pages that the KV of `num_tokens` tokens takes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from multilora_jax.errors import ConfigError
-from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.memory.geometry import PoolGeometry, module_dims
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -237,6 +237,10 @@ class ModelConfig:
     def kv_dim(self) -> int:
         """K*H: width of the keys, and of the values."""
         return self.num_kv_heads * self.head_dim
+
+    def module_dims(self, module: str) -> tuple[int, int]:
+        """(in_dim, out_dim) of one of memory.geometry.MODULES."""
+        return module_dims(module, hidden=self.hidden_size, q_dim=self.q_dim, kv_dim=self.kv_dim, ffn=self.ffn_size)
 
     @property
     def num_parameters(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -21,11 +24,12 @@ _PLACES = {
     "down_proj": ("a_down", 0, "b_down"),
 }
 
-_A, _B = P(None, None, "model"), P("model", None)
-LAYER_ROWS_SPEC = LayerRows(
-    a_qkv=_A, a_o=_A, a_gate_up=_A, a_down=_A,
-    b_q=_B, b_k=_B, b_v=_B, b_o=_B, b_gate=_B, b_up=_B, b_down=_B,
-)  # fmt: skip  # pyright: ignore[reportArgumentType]
+# `Any`: a tree of PartitionSpecs has the structure of LayerRows, not its leaves.
+_SPECS: dict[str, Any] = {
+    field.name: P(None, None, "model") if field.name.startswith("a_") else P("model", None)
+    for field in dataclasses.fields(LayerRows)
+}
+LAYER_ROWS_SPEC = LayerRows(**_SPECS)
 """Every rank row is split along its long dimension."""
 
 

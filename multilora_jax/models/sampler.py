@@ -76,7 +76,7 @@ def _truncate(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
 
 def _ordered(x: jax.Array) -> jax.Array:
     """float32 to uint32 in the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 equals 0.0
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

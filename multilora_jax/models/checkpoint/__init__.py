@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from multilora_jax.config_values import is_hub_id
 from multilora_jax.errors import ConfigError, NotFoundError
 from multilora_jax.models.checkpoint import hub, wheel
 from multilora_jax.models.checkpoint.base import Checkpoint, expected_shapes, validate
@@ -41,7 +42,7 @@ def open_checkpoint(
                 reason="unsupported_model_file", param="model",
             )  # fmt: skip
         return _open_gguf(path, None)
-    if not hub.is_hub_id(text) or path.suffix == ".gguf":
+    if not is_hub_id(text) or path.suffix == ".gguf":
         raise NotFoundError(f"model {text!r}: no such file or folder", reason="model_not_found", param="model")
     hub_cache = Path(cache_dir).expanduser() / "hub" if cache_dir else None
     return FolderCheckpoint(hub.download(text, hub_cache), source=text)

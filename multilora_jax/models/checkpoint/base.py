@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 
 from multilora_jax.errors import ConfigError
+from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.config import ModelConfig
+from multilora_jax.safetensors_file import FileError
 from multilora_jax.tokenizer import Tokenizer
 
 
@@ -41,26 +46,39 @@ class Checkpoint(Protocol):
         ...
 
 
+def bad_checkpoint(source: str | os.PathLike[str], what: str) -> ConfigError:
+    """The error for a model's file or folder `source` that cannot be read."""
+    return ConfigError(f"{source}: {what}", reason="bad_checkpoint", param="model")
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what is wrong with the model's file `path` into a ConfigError."""
+    try:
+        yield
+    except FileError as error:
+        raise bad_checkpoint(path, error.message) from None
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model needs and its shape; a tied head is not among them."""
-    D, F, Q, KV = config.hidden_size, config.ffn_size, config.q_dim, config.kv_dim
+    D = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, D),
         "model.norm.weight": (D,),
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, D)
-    attention = {"q_proj": (Q, D), "k_proj": (KV, D), "v_proj": (KV, D), "o_proj": (D, Q)}
-    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (D,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (D,)
         for block, modules, biased in (
-            ("self_attn", attention, config.attention_bias),
-            ("mlp", mlp, config.mlp_bias),
+            ("self_attn", MODULES[:4], config.attention_bias),
+            ("mlp", MODULES[4:], config.mlp_bias),
         ):
-            for module, (out_dim, in_dim) in modules.items():
+            for module in modules:
+                in_dim, out_dim = config.module_dims(module)
                 shapes[f"{prefix}.{block}.{module}.weight"] = (out_dim, in_dim)
                 if biased:
                     shapes[f"{prefix}.{block}.{module}.bias"] = (out_dim,)
@@ -87,7 +105,6 @@ def validate(checkpoint: Checkpoint) -> None:
             problems.append(f"{name} has shape {shapes}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ConfigError(
-            f"{checkpoint.source}: the tensors do not fit the model's configuration: {'; '.join(problems[:5])}{more}",
-            reason="bad_checkpoint", param="model",
-        )  # fmt: skip
+        raise bad_checkpoint(
+            checkpoint.source, f"the tensors do not fit the model's configuration: {'; '.join(problems[:5])}{more}"
+        )

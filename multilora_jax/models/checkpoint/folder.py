@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from multilora_jax.errors import ConfigError
-from multilora_jax.models.checkpoint.base import ignored, validate
+from multilora_jax.models.checkpoint.base import bad_checkpoint, ignored, reading, validate
 from multilora_jax.models.checkpoint.hub import resolve_tokenizer
-from multilora_jax.models.checkpoint.safetensors_file import SafetensorsFile, bad_file
 from multilora_jax.models.config import ModelConfig
+from multilora_jax.safetensors_file import SafetensorsFile
 from multilora_jax.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -42,10 +42,12 @@ class FolderCheckpoint:
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._files[name].shape(name)
+        return self._files[name].tensors[name].shape
 
     def tensor(self, name: str) -> np.ndarray:
-        return self._files[name].tensor(name)
+        file = self._files[name]
+        with reading(file.path):
+            return file.read(name)
 
     def load_tokenizer(self, tokenizer: str | None = None) -> Tokenizer | None:
         return Tokenizer.from_folder(self._folder) if tokenizer is None else resolve_tokenizer(tokenizer)
@@ -53,8 +55,8 @@ class FolderCheckpoint:
     def _locate_tensors(self) -> dict[str, SafetensorsFile]:
         index_path, single_path = self._folder / _INDEX, self._folder / _SINGLE
         if single_path.is_file():
-            single = SafetensorsFile(single_path)
-            return dict.fromkeys(single.names(), single)
+            single = _open(single_path)
+            return dict.fromkeys(single.tensors, single)
         if not index_path.is_file():
             found = sorted(p.name for p in self._folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
             hint = f"; it has {', '.join(found[:4])}" if found else ""
@@ -65,17 +67,22 @@ class FolderCheckpoint:
             )  # fmt: skip
         weight_map = _read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise bad_file(index_path, "has no weight_map")
+            raise bad_checkpoint(index_path, "has no weight_map")
         shards: dict[str, SafetensorsFile] = {}
         for shard in sorted(set(weight_map.values())):
             path = self._folder / shard
             if not path.is_file():
-                raise bad_file(path, f"this shard is missing, {_INDEX} names it")
-            shards[shard] = SafetensorsFile(path)
+                raise bad_checkpoint(path, f"this shard is missing, {_INDEX} names it")
+            shards[shard] = _open(path)
         for name, shard in weight_map.items():
-            if name not in shards[shard].names():
-                raise bad_file(self._folder / shard, f"{name} is missing here, {_INDEX} says it is in this shard")
+            if name not in shards[shard].tensors:
+                raise bad_checkpoint(self._folder / shard, f"{name} is missing here, {_INDEX} says it is in this shard")
         return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _open(path: Path) -> SafetensorsFile:
+    with reading(path):
+        return SafetensorsFile(path)
 
 
 def read_config(folder: Path, name: str | None = None) -> ModelConfig:
@@ -100,9 +107,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise bad_file(path, "this file is missing: is the folder a Hugging Face model?") from None
+        raise bad_checkpoint(path, "this file is missing: is the folder a Hugging Face model?") from None
     except ValueError as error:
-        raise bad_file(path, f"not valid JSON ({error})") from error
+        raise bad_checkpoint(path, f"not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise bad_file(path, "must hold a JSON object")
+        raise bad_checkpoint(path, "must hold a JSON object")
     return value

@@ -8,6 +8,7 @@ package still supplies the table of types and the dequantisation.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from multilora_jax.models.checkpoint.safetensors_file import bad_file, refuse_lfs_pointer
+from multilora_jax.models.checkpoint.base import bad_checkpoint, reading
+from multilora_jax.safetensors_file import open_regular, refuse_lfs_pointer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -51,25 +53,25 @@ class GGUFFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with reading(path), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(64)
-            refuse_lfs_pointer(path, head)
+            refuse_lfs_pointer(head)
             if not head.startswith(b"GGUF"):
-                raise bad_file(path, "not a GGUF file")
+                raise bad_checkpoint(path, "not a GGUF file")
             file.seek(4)
             try:
                 self._read_header(_Reader(file), size)
             except (struct.error, EOFError, UnicodeDecodeError, MemoryError) as error:
-                raise bad_file(path, f"the header is cut off or corrupt ({error})") from error
+                raise bad_checkpoint(path, f"the header is cut off or corrupt ({error})") from error
         needed = max((t.offset + t.num_bytes for t in self.tensors.values()), default=0)
         if needed > size:
-            raise bad_file(path, f"the file is cut off: {size} bytes of {needed}; download it again")
+            raise bad_checkpoint(path, f"the file is cut off: {size} bytes of {needed}; download it again")
 
     def _read_header(self, reader: _Reader, size: int) -> None:
         version = reader.scalar("I")
         if version not in (2, 3):
-            raise bad_file(self.path, f"GGUF version {version} is not supported (2 and 3 are)")
+            raise bad_checkpoint(self.path, f"GGUF version {version} is not supported (2 and 3 are)")
         num_tensors, num_keys = reader.scalar("Q"), reader.scalar("Q")
         for _ in range(num_keys):
             key = reader.string()
@@ -83,14 +85,14 @@ class GGUFFile:
         start = -(-reader.tell() // alignment) * alignment
         for name, shape, type_id, offset in entries:
             if name in self.tensors:
-                raise bad_file(self.path, f"tensor {name} appears twice")
+                raise bad_checkpoint(self.path, f"tensor {name} appears twice")
             try:
                 kind = GGMLQuantizationType(type_id)
             except ValueError:
-                raise bad_file(self.path, f"{name} has unknown type {type_id}") from None
+                raise bad_checkpoint(self.path, f"{name} has unknown type {type_id}") from None
             block_size, block_bytes = GGML_QUANT_SIZES[kind]
             if not shape or shape[-1] % block_size:
-                raise bad_file(self.path, f"{name}: shape {list(shape)} does not fit blocks of {block_size}")
+                raise bad_checkpoint(self.path, f"{name}: shape {list(shape)} does not fit blocks of {block_size}")
             num_bytes = math.prod(shape) // block_size * block_bytes
             self.tensors[name] = GGUFTensor(name, shape, kind, start + offset, num_bytes)
 
@@ -107,11 +109,13 @@ class GGUFFile:
                 count = min(step, rows - first)
                 raw = np.fromfile(file, np.uint8, count * row_bytes)
                 if raw.size != count * row_bytes:
-                    raise bad_file(self.path, f"the file ended inside {name}")
+                    raise bad_checkpoint(self.path, f"the file ended inside {name}")
                 try:
                     result[first : first + count] = dequantize(raw.reshape(count, row_bytes), entry.type)
                 except NotImplementedError:
-                    raise bad_file(self.path, f"{name} has type {entry.type.name}, which is not supported") from None
+                    raise bad_checkpoint(
+                        self.path, f"{name} has type {entry.type.name}, which is not supported"
+                    ) from None
         return result.reshape(entry.shape)
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+from multilora_jax.config_values import is_hub_id
 from multilora_jax.errors import ConfigError, NotFoundError
 from multilora_jax.tokenizer import Tokenizer
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*"]
 _MODEL_FILES = [*_TOKENIZER_FILES, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"]
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether the text has the form `org/name` and could not be meant as a path only."""
-    return _ID.fullmatch(model) is not None
 
 
 def download(model: str, cache_dir: Path | None = None, *, tokenizer_only: bool = False) -> Path:

@@ -1,0 +1,124 @@
+"""Runs golden_tiny on one and on two of four virtual devices and prints what it saw as JSON.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.engine.tensor_parallel_worker GOLDEN_TINY
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from multilora_jax.errors import AdapterError, ConfigError
+from multilora_jax.request import LoRARequest
+from tests.tiny_engine import LogitsRecorder, Request, greedy, make_engine, run_all, tiny_engine, tokens_of
+
+NEW_TOKENS = 24
+
+
+def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np.ndarray], dict[str, Any]]:
+    """(tokens, logits of every position, facts) of all cases of a base in one mixed batch."""
+    engine = make_engine(golden / "bases" / base, tensor_parallel_size=tp)
+    recorder = LogitsRecorder(engine)
+    manifest = json.loads((golden / "manifest.json").read_text())
+    loras: list[LoRARequest | None] = [None]
+    for number, (name, case) in enumerate(manifest["cases"].items(), 1):
+        if case["base"] == base:
+            lora = LoRARequest(name, number, str(golden / "cases" / name))
+            try:
+                engine.add_lora(lora)
+                loras.append(lora)
+            except AdapterError:
+                pass
+    requests, expected = [], []
+    for lora in loras:
+        folder = golden / (f"bases/{base}" if lora is None else f"cases/{lora.name}")
+        file = load_file(folder / "expected.safetensors")
+        for i in (2, 1):
+            requests.append(Request(file[f"prompt.{i}"].tolist(), greedy(NEW_TOKENS), lora))
+            expected.append((file[f"greedy.{i}"].tolist(), file[f"logits.{i}"]))
+    tokens = tokens_of(run_all(engine, requests))
+    logits = [recorder.take(number) for number in range(len(requests))]
+    runner = engine.runner
+    facts: dict[str, Any] = {
+        "num_adapters": len(loras) - 1,
+        "tokens_match": tokens == [greedy_tokens for greedy_tokens, _ in expected],
+        "error": max(
+            float(np.abs(got[: len(wanted)] - wanted).max())
+            for got, (_, wanted) in zip(logits, expected, strict=True)
+        ),
+        "pool_shards": sorted({shard.data.shape for shard in runner.pool.addressable_shards}),
+        "pool_devices": len({shard.device for shard in runner.pool.addressable_shards}),
+        "embed_shards": sorted({s.data.shape for s in runner.params["top"]["embed"].addressable_shards}),
+        "a_qkv_shards": sorted({s.data.shape for s in runner._row_layers[0].a_qkv.addressable_shards}),
+        "pages_wrong": pages_wrong(engine),
+    }
+    return tokens, logits, facts
+
+
+def pages_wrong(engine: Any) -> int:
+    """(page, shard) pairs whose bits in the pool are not the adapter's slice for that shard."""
+    wrong = 0
+    for shard in engine.runner.pool.addressable_shards:
+        t = shard.index[2].start or 0
+        data = np.asarray(shard.data)
+        for adapter in engine.cache.residents():
+            for page, page_id in zip(adapter.pages, engine.cache.pages_of(adapter), strict=True):
+                wrong += not (data[:, page_id, 0] == page[:, t]).all()
+                wrong += not page[:, t].any()  # zeros would prove nothing
+    return wrong
+
+
+def refusal(golden: Path, tp: int) -> dict[str, Any]:
+    try:
+        make_engine(golden / "bases" / "tied", tensor_parallel_size=tp)
+    except ConfigError as error:
+        return {"reason": error.reason, "param": error.param, "message": error.message}
+    return {}
+
+
+def indivisible_vocabulary() -> bool:
+    """Whether 259 tokens, which two shards cannot split, give the same text on one and on two."""
+    options: dict[str, Any] = {"load_format": "dummy"}
+    folder = Path(sys.argv[2])
+    texts = []
+    for tp in (1, 2):
+        engine = make_engine(folder, tensor_parallel_size=tp, **options)
+        texts.append(tokens_of(run_all(engine, [Request([3, 258, 9], greedy(8)), Request([7], greedy(8))])))
+    return texts[0] == texts[1]
+
+
+def sampled_texts_equal() -> bool:
+    """Whether a seed gives the same text on one and on two devices."""
+    from multilora_jax.request import SamplingParams
+
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
+    texts = [
+        tokens_of(run_all(tiny_engine(tensor_parallel_size=tp), [Request("Hello", params)] * 2)) for tp in (1, 2)
+    ]
+    return texts[0] == texts[1]
+
+
+def main() -> None:
+    golden = Path(sys.argv[1])
+    result: dict[str, Any] = {"num_devices": len(jax.devices())}
+    for base in ("tied", "biased"):
+        one_tokens, one_logits, _ = run_base(golden, base, 1)
+        tokens, logits, facts = run_base(golden, base, 2)
+        facts["same_tokens"] = tokens == one_tokens
+        facts["difference"] = max(float(np.abs(a - b).max()) for a, b in zip(logits, one_logits, strict=True))
+        result[base] = facts
+    result["mha_on_4"] = run_base(golden, "mha", 4)[2]
+    result["refused"] = refusal(golden, 3)
+    result["indivisible_vocabulary"] = indivisible_vocabulary()
+    result["sampled"] = sampled_texts_equal()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Paged attention against its oracle: groups of heads, page sizes, several chunks, blocks of queries, padding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import paged_attention, paged_attention_reference
+from pallas_kernels.paged_attention.xla import PAGE_CHUNK
+
+TOLERANCE = {
+    "float32": 2e-5,
+    "bfloat16": 3e-2,  # queries, weights and the result are rounded to 8 bits each; values are of order 1
+}
+LAYERS, LAYER = 3, 1
+
+
+def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", seed=0, extra_chunks=0):
+    """Runs rows of queries at the given positions; slots that no query sees hold huge values."""
+    rng = np.random.default_rng(seed)
+    position_BQ = np.asarray(position_BQ, np.int32)
+    (B, Q), (N, K), S, H = position_BQ.shape, heads, page_tokens, head_dim
+    lengths = position_BQ.max(1) + 1
+    num_pages = -(-lengths // S)
+    width = -(-int(num_pages.max() + extra_chunks * PAGE_CHUNK) // PAGE_CHUNK) * PAGE_CHUNK
+    P = int(num_pages.sum()) + 2
+    pages = rng.permutation(np.arange(1, P))
+    kv = rng.standard_normal((LAYERS, P, 2, K, S, H)).astype(dtype)
+    kv[:, 0] = 1e30
+    table_BP = np.zeros((B, width), np.int32)
+    for b in range(B):
+        own, pages = pages[: num_pages[b]], pages[num_pages[b] :]
+        table_BP[b, : len(own)] = own
+        kv[:, own[-1], :, :, (lengths[b] - 1) % S + 1 :] = 1e30
+    q = rng.standard_normal((B, Q, N, H)).astype(dtype)
+
+    storage = np.uint32 if dtype == "float32" else np.uint16
+    pool = jnp.asarray(kv.view(storage).reshape(LAYERS, P, -1))
+    num_chunks = -(-int(lengths.max()) // (PAGE_CHUNK * S)) + extra_chunks
+    got = jax.jit(paged_attention, static_argnames=("num_kv_heads", "page_tokens"))(
+        q, pool, LAYER, table_BP, position_BQ, jnp.int32(num_chunks), num_kv_heads=K, page_tokens=S
+    )
+    assert got.shape == q.shape
+    assert got.dtype == dtype
+    wanted = paged_attention_reference(q, kv[LAYER, :, 0], kv[LAYER, :, 1], table_BP, position_BQ)
+    np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=0, atol=TOLERANCE[dtype])
+
+
+def block(last: int, queries: int) -> list[int]:
+    return list(range(last - queries + 1, last + 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (9, 3)])
+def test_groups_of_heads(heads, dtype):
+    check([[0], [6], [15], [16], [40]], heads=heads, dtype=dtype)
+    check([block(3, 4), block(20, 4)], heads=heads, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [2, 32, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_head_dims(head_dim, dtype):
+    check([block(17, 2), block(50, 2)], heads=(4, 2), head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("page_tokens", [8, 16])
+@pytest.mark.parametrize("longest", [0, 63, 64, 127, 128, 129, 300])
+def test_several_chunks(longest, page_tokens):
+    """64 or 128 tokens a chunk; short rows beside a long one see nothing in its later chunks."""
+    check([[longest], [0], [longest // 2]], heads=(4, 2), page_tokens=page_tokens)
+
+
+@pytest.mark.parametrize("page_tokens", [8, 16])
+def test_blocks_of_queries_see_only_the_past(page_tokens):
+    check([block(31, 32), block(140, 32), block(200, 32)], heads=(4, 2), page_tokens=page_tokens)
+
+
+def test_padding_rows_and_queries():
+    """A row of padding reads slot 0 of page 0; padding queries behind a short chunk repeat position 0."""
+    check([[0] * 4, [30, 31, 0, 0], block(131, 4)], heads=(4, 2))
+
+
+def test_chunks_past_every_context_change_nothing():
+    check([[5], [90]], heads=(4, 2), extra_chunks=2)
+
+
+def test_queries_of_a_row_read_one_layer_only():
+    """The same pages in another layer give another result."""
+    rng = np.random.default_rng(0)
+    pool = jnp.asarray(rng.standard_normal((2, 3, 2 * 2 * 16 * 16), np.float32)).view(jnp.uint32)
+    q = rng.standard_normal((1, 1, 4, 16)).astype(np.float32)
+    table_BP = np.array([[1, 2, *[0] * 6]], np.int32)
+    first, second = (
+        paged_attention(q, pool, layer, table_BP, np.array([[20]]), jnp.int32(1), num_kv_heads=2, page_tokens=16)
+        for layer in (0, 1)
+    )
+    assert np.abs(first - second).max() > 0.1
+
+
+@settings(max_examples=12)
+@given(
+    lasts=st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    queries=st.integers(1, 5),
+    group=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    page_tokens=st.sampled_from([4, 8, 16]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 99),
+)
+def test_anything(lasts, queries, group, kv_heads, page_tokens, dtype, seed):
+    positions = [block(max(last, queries - 1), queries) for last in lasts]
+    check(positions, heads=(kv_heads * group, kv_heads), page_tokens=page_tokens, dtype=dtype, seed=seed)
