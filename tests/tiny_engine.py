@@ -23,14 +23,19 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_engine(model: str | Path, *, narrow: bool = True, **options: Any) -> LLMEngine:
-    """An engine of SIZES; `narrow` leaves it one decode shape, one shape with prefill and one size of row buffers."""
-    engine = LLMEngine(EngineConfig.from_dict({"model": str(model), **SIZES, **options}), progress=False)
-    if narrow:
-        runner = engine.runner
-        runner.shapes = [runner.shapes[-1 - len({s.num_blocks for s in runner.shapes if s.num_blocks})], runner.shapes[-1]]
-        runner.rank_rows.buckets = runner.rank_rows.buckets[-1:]
+def narrowed(engine: LLMEngine) -> LLMEngine:
+    """Leaves an engine the largest decode shape, the largest shape with prefill and the largest row buffers."""
+    runner = engine.runner
+    decode_shapes = [shape for shape in runner.shapes if not shape.num_blocks]
+    runner.shapes = [decode_shapes[-1], runner.shapes[-1]]
+    runner.rank_rows.buckets = runner.rank_rows.buckets[-1:]
     return engine
+
+
+def make_engine(model: str | Path, *, narrow: bool = True, **options: Any) -> LLMEngine:
+    """An engine of SIZES, narrowed unless told otherwise."""
+    engine = LLMEngine(EngineConfig.from_dict({"model": str(model), **SIZES, **options}), progress=False)
+    return narrowed(engine) if narrow else engine
 
 
 def tiny_engine(**options: Any) -> LLMEngine:
@@ -92,7 +97,11 @@ class LogitsRecorder:
 
     def take(self, number: int) -> np.ndarray:
         """float32[positions, V] of request `number` of the last run_all; forgets it."""
-        rows = self._rows.pop(f"run-{number}")
+        return self.take_by_id(f"run-{number}")
+
+    def take_by_id(self, request_id: str) -> np.ndarray:
+        """The same of a request by its id."""
+        rows = self._rows.pop(request_id)
         return np.stack([rows[position] for position in range(len(rows))])
 
 

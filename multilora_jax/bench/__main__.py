@@ -5,6 +5,9 @@
 throughput: new tokens per second of a batch of random prompts, for one or more mixes of adapters, which take turns in
 one process and one engine; beside each mix's ratio to the base alone stands the ratio that the bytes read would allow.
 
+max_num_seqs is 8 here, whatever the file says, unless --max_num_seqs gives another, and max_rank_rows what that many
+sequences with adapters of their own need, unless --max_rank_rows is given. --num_adapters is max_num_seqs by default.
+
 Prints a table, writes JSON where --json says. Every key of the configuration is a flag too.
 """
 

@@ -175,6 +175,7 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
         ConfigError, UserError: the engine cannot serve this.
         RuntimeError: something was compiled after warm-up, so the figures mean nothing.
     """
+    logging.info("max_num_seqs %d, max_rank_rows %d", config.max_num_seqs, config.max_rank_rows)
     engine = LLMEngine(config)
     engine.warm_up()
     with _adapters(engine, work) as adapters:

@@ -6,18 +6,16 @@ Loading, dummy weights and sharding all follow from the records, so they cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multilora_jax.errors import ConfigError
-from multilora_jax.models.checkpoint import Checkpoint
+from multilora_jax.models.checkpoint import Checkpoint, expected_shapes
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama
 from multilora_jax.models.rope import rope_tables
@@ -114,18 +112,16 @@ def load_llama(
 
     Tensors are read, joined, cast and handed to the device one parameter at a time.
     """
-    if spec.config.vocab_size % spec.geometry.tp and spec.geometry.tp > 1 and spec.config.ffn_size % spec.geometry.tp:
-        raise ConfigError(
-            f"tensor_parallel_size {spec.geometry.tp} does not divide the model's intermediate_size "
-            f"{spec.config.ffn_size}", reason="tensor_parallel_size", param="tensor_parallel_size",
-        )  # fmt: skip
-    rng = np.random.default_rng(seed)
+    rng, shapes = np.random.default_rng(seed), expected_shapes(spec.config)
 
     def build(records: Iterable[ParamRecord]) -> dict[str, jax.Array]:
         made = {}
         for record in records:
-            host = _dummy(spec, record, rng) if checkpoint is None else _join(spec, record, checkpoint)
-            made[record.name] = jax.device_put(host, NamedSharding(mesh, record.spec))
+            if checkpoint is None:
+                tensors = (_dummy(shapes[source], record.scale, rng) for source in record.sources)
+            else:
+                tensors = (checkpoint.tensor(source) for source in record.sources)
+            made[record.name] = jax.device_put(_join(spec, record, tensors), NamedSharding(mesh, record.spec))
         return made
 
     top = build(top_records(spec))
@@ -135,27 +131,19 @@ def load_llama(
     return Llama(spec, top, layers)
 
 
-def _join(spec: LlamaSpec, record: ParamRecord, checkpoint: Checkpoint) -> np.ndarray:
-    """Reads a parameter's tensors; where axis 0 is split, each shard's part of every tensor lies together."""
+def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -> np.ndarray:
+    """Lays a parameter's tensors together; where axis 0 is split, each shard's part of every tensor."""
     out = np.empty(record.shape, spec.dtype)
     tp = spec.geometry.tp if len(record.spec) and record.spec[0] == MODEL_AXIS else 1
     shards = out.reshape(tp, record.shape[0] // tp, *record.shape[1:])
     start = 0
-    for source in record.sources:
-        tensor = checkpoint.tensor(source)
+    for tensor in tensors:
         part = tensor.reshape(tp, tensor.shape[0] // tp, *tensor.shape[1:])
         shards[:, start : start + part.shape[1]] = part
         start += part.shape[1]
     return out
 
 
-def _dummy(spec: LlamaSpec, record: ParamRecord, rng: np.random.Generator) -> np.ndarray:
-    if record.scale == 0:
-        return np.ones(record.shape, spec.dtype)
-    return (rng.standard_normal(record.shape, np.float32) * np.float32(record.scale)).astype(spec.dtype)
-
-
-def iterate_bytes(params: dict[str, Any]) -> Iterator[int]:
-    """Bytes of each parameter array, over all devices once."""
-    for leaf in jax.tree.leaves(params):
-        yield leaf.size * jnp.dtype(leaf.dtype).itemsize
+def _dummy(shape: tuple[int, ...], scale: float, rng: np.random.Generator) -> np.ndarray:
+    """Random values of deviation `scale`, drawn in the order of the tensors, so that every tp gives one model."""
+    return rng.standard_normal(shape, np.float32) * np.float32(scale) if scale else np.ones(shape, np.float32)
