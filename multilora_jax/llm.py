@@ -59,7 +59,8 @@ class LLM:
             UserError: a bad prompt, parameter or adapter; nothing is generated then.
         """
         items: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        params = _spread(SamplingParams() if sampling_params is None else sampling_params, len(items), "sampling_params")
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = _spread(default, len(items), "sampling_params")
         loras = _spread(lora_request, len(items), "lora_request")
         priorities = _spread(0 if priority is None else priority, len(items), "priority")
         ids: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def nothing_queued(request):
         llm.engine.check_integrity()
 
 
-def generate(llm, *args, **kwargs):
+def generate(llm: LLM, *args: Any, **kwargs: Any) -> list[Any]:
     return llm.generate(*args, use_tqdm=False, **kwargs)
 
 
@@ -122,7 +123,7 @@ def test_a_bad_prompt_in_a_list_leaves_nothing_queued(llm, bad, reason):
 
 
 def test_d18_an_unknown_adapter_is_never_the_base(llm, loras):
-    generate(llm, "a", greedy(1), lora_request=loras)
+    generate(llm, "a", greedy(1), lora_request=loras[0])
     with pytest.raises(NotFoundError, match="Did you mean 'first'"):
         generate(llm, ["a", "b"], greedy(2), lora_request=[None, LoRARequest("firts", 99)])
 
@@ -246,8 +247,8 @@ def test_a_seed_gives_the_same_text_in_any_batch(llm, loras):
         return SamplingParams(temperature=1.0, top_k=100, top_p=0.95, seed=seed, max_tokens=16, ignore_eos=True)
 
     (alone,) = tokens_of(generate(llm, "Hello", params(11)))
-    others = [params(i) for i in range(6)]
-    batch = tokens_of(generate(llm, ["x", "Hello", "y" * 50, "Hello", "Hello", "Hello"], [*others[:3], params(11), params(12), params(11)]))
+    prompts = ["x", "Hello", "y" * 50, "Hello", "Hello", "Hello"]
+    batch = tokens_of(generate(llm, prompts, [*map(params, range(3)), params(11), params(12), params(11)]))
     assert batch[3] == batch[5] == alone
     assert batch[4] != alone
     with_adapters = generate(llm, ["x" * 30, "Hello", "Hello"], [greedy(4), params(11), params(11)],
@@ -287,9 +288,13 @@ def test_logprobs_are_those_of_the_model(llm, loras, count):
     """Prompts of one chunk and of several, beside requests that ask for none."""
     recorder = LogitsRecorder(llm.engine)
     prompts = ["Hello", "A longer text, of several chunks: " * 3]
-    params = SamplingParams(temperature=1.5, seed=4, max_tokens=5, ignore_eos=True, logprobs=count, prompt_logprobs=count)
-    jobs = [(prompt, lora) for prompt in prompts for lora in (None, loras[0])]
-    outputs = generate(llm, [*(p for p, _ in jobs), "none"], [params] * 4 + [greedy(5)], lora_request=[*(x for _, x in jobs), None])
+    params = SamplingParams(
+        temperature=1.5, seed=4, max_tokens=5, ignore_eos=True, logprobs=count, prompt_logprobs=count
+    )
+    outputs = generate(
+        llm, [*prompts, *prompts, "none"], [*[params] * 4, greedy(5)],
+        lora_request=[None, None, loras[0], loras[0], None],
+    )  # fmt: skip
     for output in outputs[:4]:
         ids, completion = output.prompt_token_ids, output.outputs[0]
         wanted = log_softmax(recorder.take_by_id(output.request_id))
@@ -299,8 +304,8 @@ def test_logprobs_are_those_of_the_model(llm, loras, count):
             check_entry(llm, output.prompt_logprobs[position], wanted[position - 1], ids[position], count)
         for i, token in enumerate(completion.token_ids):
             check_entry(llm, completion.logprobs[i], wanted[len(ids) - 1 + i], token, count)
-        total = sum(entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True))
-        assert completion.cumulative_logprob == pytest.approx(total)
+        drawn = zip(completion.logprobs, completion.token_ids, strict=True)
+        assert completion.cumulative_logprob == pytest.approx(sum(entry[token].logprob for entry, token in drawn))
     assert outputs[4].outputs[0].logprobs is None is outputs[4].prompt_logprobs
 
 

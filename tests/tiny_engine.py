@@ -51,12 +51,12 @@ class Request(NamedTuple):
     lora: LoRARequest | None = None
 
 
-def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
-def run_all(engine: LLMEngine, requests: Iterable[Request]) -> list[RequestOutput]:
-    """Runs requests together to their ends; outputs in their order. Leaves the engine empty and sound."""
+def run_all(engine: LLMEngine, requests: Iterable[Request]) -> list[Any]:
+    """Runs requests together to their ends; RequestOutputs in their order. Leaves the engine empty and sound."""
     ids = []
     for number, request in enumerate(requests):
         engine.add_request(f"run-{number}", *request)

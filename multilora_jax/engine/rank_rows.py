@@ -133,7 +133,7 @@ def _num_blocks(adapter: Any) -> int:
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Buffer sizes up to `max_rows`: 32, then each four times the one before, and `max_rows` itself."""
+    """Buffer sizes up to `max_rows`: 16, then each four times the one before, and `max_rows` itself."""
     largest = -(-max_rows // ROW_BLOCK) * ROW_BLOCK
-    buckets = [size for size in (32 * 4**n for n in range(8)) if size < largest]
+    buckets = [size for size in (16 * 4**n for n in range(8)) if size < largest]
     return [*buckets, largest]

@@ -51,8 +51,7 @@ def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np
         "num_adapters": len(loras) - 1,
         "tokens_match": tokens == [greedy_tokens for greedy_tokens, _ in expected],
         "error": max(
-            float(np.abs(got[: len(wanted)] - wanted).max())
-            for got, (_, wanted) in zip(logits, expected, strict=True)
+            float(np.abs(got[: len(wanted)] - wanted).max()) for got, (_, wanted) in zip(logits, expected, strict=True)
         ),
         "pool_shards": sorted({shard.data.shape for shard in runner.pool.addressable_shards}),
         "pool_devices": len({shard.device for shard in runner.pool.addressable_shards}),
@@ -96,9 +95,7 @@ def dummy_texts_equal(folder: Path) -> bool:
 def sampled_texts_equal() -> bool:
     """Whether a seed gives the same text on one and on two devices."""
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
-    texts = [
-        tokens_of(run_all(tiny_engine(tensor_parallel_size=tp), [Request("Hello", params)] * 2)) for tp in (1, 2)
-    ]
+    texts = [tokens_of(run_all(tiny_engine(tensor_parallel_size=tp), [Request("Hello", params)] * 2)) for tp in (1, 2)]
     return texts[0] == texts[1]
 
 

@@ -83,7 +83,7 @@ def test_all_cases_of_a_base_in_one_mixed_batch(golden_tiny, manifest, base):
 
 
 def test_bfloat16_errs_no_more_than_its_rounding(golden_tiny, manifest):
-    """Root-mean-square error of the logits at most 1.5 times that of a float64 model which rounds where bfloat16 must."""
+    """Root-mean-square error of the logits at most 1.5 times that of a float64 model that rounds where it must."""
     engine = make_engine(golden_tiny / "bases" / "untied", dtype="bfloat16")
     recorder = LogitsRecorder(engine)
     served, _ = load_served(engine, golden_tiny, cases_of(manifest, "untied"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,16 +68,10 @@ def adapter(engine, tmp_path, request):
 
 def check_against_oracle(recorder, oracle, number, request, output):
     tokens = list(output.outputs[0].token_ids)
-    deltas = None if request.lora is None else read_deltas_of(request.lora)
+    deltas = None if request.lora is None else read_deltas(Path(request.lora.path))
     wanted = oracle.logits([*request.prompt, *tokens[:-1]], deltas)
     np.testing.assert_allclose(recorder.take(number), wanted, rtol=0, atol=2e-3)
     oracle.check_greedy(request.prompt, tokens, deltas)
-
-
-def read_deltas_of(lora):
-    from pathlib import Path
-
-    return read_deltas(Path(lora.path))
 
 
 def run_and_check(engine, recorder, oracle, requests):
@@ -269,7 +264,7 @@ def test_abort_frees_at_once(engine, adapter):
     engine.step()
     assert engine.stats().running_by_adapter == {lora.name: 1}
     assert engine.stats().waiting_by_adapter == {lora.name: 1}
-    assert engine.abort_request("run") and engine.abort_request("wait") and not engine.abort_request("run")
+    assert [engine.abort_request(name) for name in ("run", "wait", "run")] == [True, True, False]
     engine.remove_lora(lora.name)
     assert engine.stats().pages_free == free
     assert not engine.has_unfinished_requests()

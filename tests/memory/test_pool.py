@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.memory.pool import POOL_SPEC, make_pool, write_page
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_layers": 3, "page_tokens": 16, "hidden": 64, "q_dim": 64, "kv_dim": 32, "ffn": 96, "num_kv_heads": 2,
     "head_dim": 16,
 }  # fmt: skip
@@ -26,7 +28,7 @@ def test_the_pool_is_zeros_of_an_unsigned_type(mesh, dtype, storage):
     pool = make_pool(PoolGeometry(num_pages=5, dtype=dtype, **SIZES), mesh)
     assert pool.shape == (3, 5, 1, 1024)
     assert pool.dtype == storage
-    assert pool.sharding.spec == POOL_SPEC
+    assert pool.sharding == NamedSharding(mesh, POOL_SPEC)
     assert not np.asarray(pool).any()
 
 
@@ -51,5 +53,6 @@ def test_writing_is_in_place(mesh, dtype):
     assert pool.unsafe_buffer_pointer() == address
     assert old.is_deleted()
     memory = write_page.lower(pool, page_LTE, np.int32(7)).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes == pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes / 100

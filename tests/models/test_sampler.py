@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from multilora_jax.models.sampler import NUM_TOP, _truncate, sample, token_logpr
 sample_jit, truncate_jit, logprobs_jit = jax.jit(sample), jax.jit(_truncate), jax.jit(token_logprobs)
 
 
-def sampling(rows: int, *, seeds=0, positions=0, **options) -> SamplingBatch:
+def sampling(rows: int, *, seeds: Any = 0, positions: Any = 0, **options: Any) -> SamplingBatch:
     """Equal options for all rows, or one each; the seed is the low word of the key."""
     values = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0} | options
 
@@ -177,7 +179,7 @@ def test_logprobs_equal_a_log_softmax(vocab):
     k = min(vocab, NUM_TOP)
     order = np.argsort(-wanted, -1)[:, :k]
     np.testing.assert_allclose(own, wanted[np.arange(5), token_S], rtol=0, atol=2e-6)
-    np.testing.assert_array_equal(rank, [np.flatnonzero(np.argsort(-w) == t)[0] + 1 for w, t in zip(wanted, token_S)])
+    np.testing.assert_array_equal(rank, 1 + (wanted > wanted[np.arange(5), token_S, None]).sum(-1))
     np.testing.assert_array_equal(top_ids[:, :k], order)
     np.testing.assert_allclose(top[:, :k], np.take_along_axis(wanted, order, -1), rtol=0, atol=2e-6)
     assert top.shape == top_ids.shape == (5, NUM_TOP)

@@ -92,10 +92,10 @@ def test_queries_of_a_row_read_one_layer_only():
     """The same pages in another layer give another result."""
     rng = np.random.default_rng(0)
     pool = jnp.asarray(rng.standard_normal((2, 3, 2 * 2 * 16 * 16), np.float32)).view(jnp.uint32)
-    q = rng.standard_normal((1, 1, 4, 16)).astype(np.float32)
-    table_BP = np.array([[1, 2, *[0] * 6]], np.int32)
+    q = jnp.asarray(rng.standard_normal((1, 1, 4, 16)), jnp.float32)
+    table_BP, position_BQ = jnp.array([[1, 2, *[0] * 6]]), jnp.array([[20]])
     first, second = (
-        paged_attention(q, pool, layer, table_BP, np.array([[20]]), jnp.int32(1), num_kv_heads=2, page_tokens=16)
+        paged_attention(q, pool, layer, table_BP, position_BQ, jnp.int32(1), num_kv_heads=2, page_tokens=16)
         for layer in (0, 1)
     )
     assert np.abs(first - second).max() > 0.1

@@ -129,7 +129,7 @@ def test_a_sharded_input_is_summed(features_first):
     a_MRI, _, owner_R, scale_MR = problem.rows()
     weight_MRT = jnp.where(owner_R[None, :, None] == problem.adapter_T, scale_MR[:, :, None], 0.0)
     x = problem.x_TI.T if features_first else problem.x_TI
-    whole = lora_shrink(x, a_MRI, weight_MRT, features_first=features_first)
+    whole = lora_shrink(jnp.asarray(x), jnp.asarray(a_MRI), weight_MRT, features_first=features_first)
     axis = 0 if features_first else 1
 
     def shard(x, a):
@@ -146,7 +146,7 @@ def test_both_are_differentiable():
     weight_MRT = jnp.where(owner_R[None, :, None] == problem.adapter_T, scale_MR[:, :, None], 0.0)
 
     def loss(a_MRI, b_OR):
-        s = lora_shrink(problem.x_TI, a_MRI, weight_MRT, features_first=False)
+        s = lora_shrink(jnp.asarray(problem.x_TI), a_MRI, weight_MRT, features_first=False)
         return jnp.sum(lora_expand(s[0], b_OR, features_first=False) ** 2)
 
     check_grads(loss, (jnp.asarray(a_MRI), jnp.asarray(b[0])), order=1, modes=["rev"], rtol=2e-2)

@@ -1,0 +1,188 @@
+"""From a plan to arrays: every token, slot, table and sampling row where the step expects it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multilora_jax.engine.batch import BatchShape, batch_shapes, build_batch, empty_batch, pick_shape, table_width
+from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.request import SamplingParams, Sequence
+from pallas_kernels.paged_attention.xla import PAGE_CHUNK
+
+GEOMETRY = PoolGeometry(
+    num_layers=2, num_pages=4096, page_tokens=16, hidden=64, q_dim=64, kv_dim=32, ffn=96, num_kv_heads=2, head_dim=16
+)
+BLOCK, WIDTH = 8, table_width(512, GEOMETRY)
+
+
+class Pages:
+    """Hands out distinct page ids in a scrambled order."""
+
+    def __init__(self):
+        self.free = np.random.default_rng(0).permutation(np.arange(1, 4096)).tolist()
+
+    def take(self, tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-tokens // 16))]
+
+
+def sequence(pages, computed, pending, *, prompt=None, adapter=None, seed=0, **params):
+    total = computed + pending
+    return Sequence(
+        request_id=str(len(pages.free)),
+        token_ids=[1000 + 3 * i for i in range(total)],
+        num_prompt_tokens=total if prompt is None else prompt,
+        params=SamplingParams(**{"temperature": 0, **params}),
+        adapter=adapter,
+        num_computed_tokens=computed,
+        page_ids=pages.take(total),
+        seed=seed,
+    )
+
+
+def build(decodes, prefills, shapes=None, index=None):
+    shapes = shapes or batch_shapes(8, 6)
+    step = ScheduledStep(decodes=decodes, prefills=prefills)
+    return build_batch(step, shapes, GEOMETRY, BLOCK, WIDTH, (index or {}).__getitem__)
+
+
+def test_shapes():
+    assert batch_shapes(1, 1) == [BatchShape(0, 2), BatchShape(1, 2)]
+    assert batch_shapes(16, 8) == [BatchShape(0, n) for n in (2, 8, 16)] + [BatchShape(2, 16), BatchShape(8, 16)]
+    assert batch_shapes(40, 2) == [BatchShape(0, n) for n in (2, 8, 32, 40)] + [BatchShape(2, 40)]
+    assert BatchShape(3, 5).num_tokens(32) == 101
+    assert BatchShape(3, 5).num_rows == 8
+
+
+def test_the_smallest_shape_that_holds_a_step_is_picked():
+    shapes = batch_shapes(16, 8)
+    assert pick_shape(shapes, 1, 0) == BatchShape(0, 2)
+    assert pick_shape(shapes, 3, 0) == BatchShape(0, 8)
+    assert pick_shape(shapes, 0, 1) == pick_shape(shapes, 16, 2) == BatchShape(2, 16)
+    assert pick_shape(shapes, 0, 3) == BatchShape(8, 16)
+    for decodes in range(17):
+        for blocks in range(9):
+            if decodes or blocks:
+                shape = pick_shape(shapes, decodes, blocks)
+                assert shape.num_decodes >= decodes
+                assert shape.num_blocks >= blocks
+
+
+def test_table_width_is_whole_chunks():
+    assert table_width(1, GEOMETRY) == PAGE_CHUNK
+    assert table_width(16 * PAGE_CHUNK, GEOMETRY) == PAGE_CHUNK
+    assert table_width(16 * PAGE_CHUNK + 1, GEOMETRY) == 2 * PAGE_CHUNK
+
+
+def test_padding_writes_to_page_0_and_is_the_base():
+    batch = empty_batch(BatchShape(2, 4), BLOCK, WIDTH)
+    assert batch.token_ids_T.shape == (20,)
+    assert batch.table_SP.shape == (6, WIDTH)
+    assert not np.any(batch.slots_T)
+    assert not np.any(batch.positions_T)
+    assert (np.asarray(batch.adapter_T) == -1).all()
+    assert (batch.decode_chunks, batch.prefill_chunks) == (0, 0)
+    assert (np.asarray(batch.sampling.temperature_S) == 0).all()
+
+
+def test_decode_rows():
+    pages, lora = Pages(), object()
+    seqs = [sequence(pages, 20, 1), sequence(pages, 128, 1, adapter=lora), sequence(pages, 0, 1)]
+    built = build(seqs, [], index={lora: 5})
+    batch = built.batch
+    assert built.shape == BatchShape(0, 8)
+    assert built.rows == [(seq, i) for i, seq in enumerate(seqs)]
+    assert list(batch.token_ids_T[:3]) == [1060, 1384, 1000]
+    assert list(batch.positions_T[:3]) == [20, 128, 0]
+    assert list(batch.slots_T[:3]) == [seqs[0].page_ids[1] * 16 + 4, seqs[1].page_ids[8] * 16, seqs[2].page_ids[0] * 16]
+    assert list(batch.adapter_T) == [-1, 5, -1, -1, -1, -1, -1, -1]
+    assert list(batch.table_SP[1, :9]) == seqs[1].page_ids
+    assert batch.decode_chunks == 2  # 129 tokens at 128 a chunk
+    assert batch.prefill_chunks == 0
+    assert list(batch.sampling.index_S[:3]) == [0, 1, 2]
+    assert list(batch.sampling.position_S[:3]) == [21, 129, 1]
+
+
+def test_prefill_chunks_fill_blocks_of_their_own():
+    pages, lora = Pages(), object()
+    whole = sequence(pages, 0, 11, adapter=lora)
+    first = sequence(pages, 0, 40)  # 16 of its 40 tokens in this step
+    rest = sequence(pages, 120, 10)
+    decode = sequence(pages, 9, 1)
+    built = build([decode], [(whole, 11), (first, 16), (rest, 10)], index={lora: 0})
+    assert built.shape == BatchShape(6, 8)
+    assert built.chunks == [(whole, 8, 11), (first, 24, 16), (rest, 40, 10)]
+    # A row samples only where the last token of its sequence runs: in the last block of each of the two.
+    assert built.rows == [(decode, 0), (whole, 9), (rest, 13)]
+    sampling = built.batch.sampling
+    assert [int(sampling.index_S[row]) for row in (0, 9, 13)] == [0, 8 + 10, 40 + 9]
+    assert [int(sampling.position_S[row]) for row in (0, 9, 13)] == [10, 11, 130]
+    assert (built.batch.decode_chunks, built.batch.prefill_chunks) == (1, 2)
+    assert list(built.batch.adapter_T) == [-1] * 8 + [0] * 11 + [-1] * (56 - 19)
+
+
+def test_sampling_options_of_a_row():
+    pages = Pages()
+    seed = (7 << 32) + 9
+    drawn = sequence(pages, 5, 1, seed=seed, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, logprobs=3)
+    greedy = sequence(pages, 5, 1, seed=seed, temperature=0, top_p=0.9, top_k=4)
+    built = build([drawn, greedy], [])
+    s = built.batch.sampling
+    assert [float(x[0]) for x in (s.temperature_S, s.top_p_S, s.min_p_S)] == pytest.approx([0.5, 0.9, 0.1])
+    assert (int(s.top_k_S[0]), list(s.seed_S2[0]), int(s.num_logprobs_S[0])) == (4, [7, 9], 3)
+    assert (float(s.temperature_S[1]), int(s.num_logprobs_S[1])) == (0, -1)
+    assert (float(s.top_p_S[1]), int(s.top_k_S[1])) == (1, 0)
+
+
+@settings(max_examples=60)
+@given(
+    decodes=st.lists(st.tuples(st.integers(0, 300), st.integers(-1, 3)), max_size=8),
+    prefills=st.lists(
+        st.tuples(st.integers(0, 200), st.integers(1, 20), st.integers(0, 20), st.integers(-1, 3)), max_size=2
+    ),
+)
+def test_every_token_is_read_and_written_where_its_sequence_says(decodes, prefills):
+    pages, loras = Pages(), [object() for _ in range(4)]
+    index = {lora: i for i, lora in enumerate(loras)}
+
+    def adapter(i):
+        return None if i < 0 else loras[i]
+
+    one = [sequence(pages, computed, 1, adapter=adapter(i)) for computed, i in decodes]
+    many = [(sequence(pages, computed, n + extra, adapter=adapter(i)), n) for computed, n, extra, i in prefills]
+    if not one and not many:
+        return
+    built = build(one, many, index=index)
+    batch, expected = built.batch, {}
+    rows = {}
+    for row, seq in enumerate(one):
+        expected[row] = (seq, seq.num_computed_tokens, row)
+    for seq, first, n in built.chunks:
+        assert first >= built.shape.num_decodes
+        for i in range(n):
+            t = first + i
+            row = built.shape.num_decodes + (t - built.shape.num_decodes) // BLOCK
+            expected[t] = (seq, seq.num_computed_tokens + i, row)
+    for t in range(len(batch.token_ids_T)):
+        if t not in expected:
+            assert (batch.slots_T[t], batch.positions_T[t], batch.adapter_T[t]) == (0, 0, -1)
+            continue
+        seq, position, row = expected[t]
+        assert batch.token_ids_T[t] == seq.token_ids[position]
+        assert batch.positions_T[t] == position
+        assert batch.slots_T[t] == seq.page_ids[position // 16] * 16 + position % 16
+        assert batch.table_SP[row, position // 16] == seq.page_ids[position // 16]
+        assert batch.adapter_T[t] == (-1 if seq.adapter is None else index[seq.adapter])
+        assert rows.setdefault(row, seq) is seq  # a row belongs to one sequence
+        chunks = batch.decode_chunks if t < built.shape.num_decodes else batch.prefill_chunks
+        assert position < int(chunks) * PAGE_CHUNK * 16
+    assert {(seq.request_id, row) for seq, row in built.rows} == {
+        (seq.request_id, row) for seq, position, row in expected.values() if position == seq.num_tokens - 1
+    }
+    for seq, row in built.rows:
+        sampled = expected[int(batch.sampling.index_S[row])]
+        assert sampled == (seq, seq.num_tokens - 1, row)
+        assert int(batch.sampling.position_S[row]) == seq.num_tokens

@@ -1,0 +1,121 @@
+"""Choices by the devices at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine import devices
+from multilora_jax.errors import ConfigError
+from multilora_jax.models.config import ModelConfig, RopeConfig
+
+MODEL = ModelConfig(
+    name="tiny", vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
+    rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=256,
+)  # fmt: skip
+PAGE = 2 * 16 * 2 * 32 * 4
+"""Bytes of a page: two layers, 16 tokens, K and V, two heads of 16, float32."""
+
+
+def pages(stats=None, dtype="float32", **options) -> int:
+    config = EngineConfig.from_dict({"model": "x", **options})
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
+    return devices.pool_pages(config, MODEL, dtype, 256, mesh)  # pyright: ignore[reportArgumentType]
+
+
+def test_pages_as_given():
+    assert pages(pool_pages=77) == 77
+
+
+def test_pages_of_a_size_in_memory():
+    assert pages(pool_memory_gib=100 * PAGE / 2**30) == 100
+    assert pages(pool_memory_gib=100.9 * PAGE / 2**30) == 100
+    assert pages(pool_memory_gib=100 * PAGE / 2**30, dtype="bfloat16") == 200
+
+
+def test_a_size_too_small_for_two_pages_is_refused():
+    with pytest.raises(ConfigError, match=f"would have {PAGE} bytes but one page takes {PAGE}") as error:
+        pages(pool_memory_gib=PAGE / 2**30)
+    assert (error.value.reason, error.value.param) == ("pool_too_small", "pool_memory_gib")
+
+
+def test_without_a_size_a_cpu_gets_room_for_all_sequences():
+    assert pages(max_num_seqs=3) == 3 * 16 + 1
+    assert pages(max_num_seqs=3, page_tokens=8) == 3 * 32 + 1
+    assert pages(max_num_seqs=100_000) == devices.DEFAULT_CPU_POOL_BYTES // PAGE
+
+
+def test_on_an_accelerator_the_pool_takes_what_is_left():
+    weights, reserve = MODEL.num_parameters * 4, 1 << 30
+    stats = {"bytes_limit": 4 << 30}
+    assert pages(stats, gpu_memory_utilization=0.5) == ((2 << 30) - weights - reserve) // PAGE
+    assert pages(stats) == (int((4 << 30) * 0.9) - weights - reserve) // PAGE
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        pages(stats, gpu_memory_utilization=0.25)
+
+
+def test_more_shards_than_devices_are_refused():
+    assert devices.make_mesh(1).shape == {"data": 1, "model": 1}
+    count = len(jax.devices())
+    with pytest.raises(ConfigError, match=f"needs as many devices, jax sees {count} ") as error:
+        devices.make_mesh(count + 1)
+    assert (error.value.reason, error.value.param) == ("too_few_devices", "tensor_parallel_size")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [((1.0, 2.0), "bfloat16"), ((2.0, 1.0), "float32"), ((1.0, 1.05), "float32")]
+)
+def test_auto_takes_the_faster_type(monkeypatch, seconds, chosen):
+    """Seconds of bfloat16 and of float32; a gain under a tenth is not worth the precision."""
+    by_dtype = dict(zip(("bfloat16", "float32"), seconds, strict=True))
+    monkeypatch.setattr(devices, "_probe", lambda dtype, features_first: by_dtype[dtype])
+    assert devices.choose_dtype("auto") == chosen
+    assert devices.choose_dtype("float16") == "float16"
+
+
+def test_the_probe_measures():
+    assert 0 < devices._probe("float32", True) < 10
+    assert 0 < devices._probe("bfloat16", False) < 10
+
+
+def test_layout_follows_the_type():
+    assert devices.features_first("float32")
+    assert not devices.features_first("bfloat16")
+
+
+@pytest.fixture
+def cache_settings():
+    """The process's own compilation cache, put back afterwards."""
+    names = (
+        "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )  # fmt: skip
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compilation_cache_folder(cache_settings, monkeypatch, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("MULTILORA_CACHE", str(tmp_path / "own"))
+    assert devices.set_compilation_cache(None) == tmp_path / "own" / "xla"
+    assert (tmp_path / "own" / "xla").is_dir()
+    assert Path(getattr(jax.config, "jax_compilation_cache_dir", "")) == tmp_path / "own" / "xla"
+    # Set once, the process's cache stays unless another is asked for.
+    monkeypatch.setenv("MULTILORA_CACHE", str(tmp_path / "later"))
+    assert devices.set_compilation_cache(None) == tmp_path / "own" / "xla"
+    assert devices.set_compilation_cache(str(tmp_path / "asked")) == tmp_path / "asked"
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.delenv("MULTILORA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert devices.set_compilation_cache(None) == tmp_path / "xdg" / "multilora_jax" / "xla"
+
+
+def test_description_of_a_pool():
+    assert devices.describe_pool(MODEL.geometry(129, 16)) == "128 pages of 8 KiB (1 MiB)"
