@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,7 @@ import pytest
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.llm import LLM
 from multilora_jax.request import LoRARequest, SamplingParams
-from tests.tiny_engine import SIZES, TINY_MODEL, LogitsRecorder, greedy, make_adapter, narrowed, tokens_of
-
-
-def make_llm(model, **options) -> LLM:
-    llm = LLM(str(model), progress=False, load_format="dummy", **{**SIZES, **options})
-    narrowed(llm.engine)
-    return llm
+from tests.tiny_engine import SIZES, TINY_MODEL, LogitsRecorder, greedy, make_adapter, make_llm, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +143,7 @@ def test_a_failure_on_the_way_leaves_nothing_queued(llm, monkeypatch):
 
 
 def test_a_folder_without_a_tokenizer_takes_token_ids(golden_tiny):
-    llm = LLM(str(golden_tiny / "bases" / "untied"), progress=False, **SIZES)
-    narrowed(llm.engine)
+    llm = make_llm(golden_tiny / "bases" / "untied", load_format="auto")
     assert llm.get_tokenizer() is None
     (output,) = generate(llm, [[5, 17, 200]], SamplingParams(temperature=0, max_tokens=4, logprobs=2))
     completion = output.outputs[0]
@@ -307,52 +299,6 @@ def test_logprobs_are_those_of_the_model(llm, loras, count):
         drawn = zip(completion.logprobs, completion.token_ids, strict=True)
         assert completion.cumulative_logprob == pytest.approx(sum(entry[token].logprob for entry, token in drawn))
     assert outputs[4].outputs[0].logprobs is None is outputs[4].prompt_logprobs
-
-
-# Chat
-
-
-def test_chat_renders_the_model_s_template(llm, loras):
-    messages = [{"role": "user", "content": "Hi"}]
-    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    (output,) = llm.chat(messages, greedy(5), use_tqdm=False)
-    assert output.prompt == rendered
-    assert output.prompt_token_ids == llm.get_tokenizer().encode(rendered, add_special_tokens=False)
-    assert output.prompt_token_ids.count(258) == 2
-    assert tokens_of([output]) == tokens_of(generate(llm, rendered, greedy(5)))
-    other = [*messages, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "Bye"}]
-    both = llm.chat([messages, other], greedy(5), use_tqdm=False, lora_request=[None, loras[0]])
-    assert tokens_of(both)[0] == tokens_of([output])[0]
-    assert both[1].prompt.count("<|im_start|>") == 4
-    assert both[1].lora_request is loras[0]
-
-
-def test_chat_options(llm):
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
-    (output,) = llm.chat(messages, greedy(2), use_tqdm=False, continue_final_message=True)
-    assert output.prompt.endswith("<|im_start|>assistant\nWell,")
-    (output,) = llm.chat(messages, greedy(2), use_tqdm=False, add_generation_prompt=False)
-    assert output.prompt.endswith("Well,<|im_end|>\n")
-    template = "{{ mood }}: {{ messages[0].content }}"
-    (output,) = llm.chat(
-        messages, greedy(2), use_tqdm=False, chat_template=template, chat_template_kwargs={"mood": "glad"}
-    )
-    assert output.prompt == "glad: Hi"
-
-
-def test_bad_conversations_are_refused(llm):
-    for messages in ([], [[]], [{"content": "no role"}], [[{"role": "user", "content": "Hi"}], []]):
-        assert refused(llm.chat, messages, greedy(2), use_tqdm=False).param == "messages"
-    error = refused(llm.chat, [{"role": "user", "content": "Hi"}], chat_template="{{ raise_exception('no') }}")
-    assert error.reason == "chat_template_error"
-
-
-def test_a_configured_template_is_used(tmp_path):
-    path = Path(tmp_path / "template.jinja")
-    path.write_text("[{{ messages[0].content }}]")
-    llm = make_llm(TINY_MODEL, chat_template=str(path))
-    (output,) = llm.chat([{"role": "user", "content": "Hi"}], greedy(2), use_tqdm=False)
-    assert output.prompt == "[Hi]"
 
 
 # Options

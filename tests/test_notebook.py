@@ -42,7 +42,6 @@ def test_notebooks_are_committed_without_outputs():
                 assert (cell.outputs, cell.execution_count) == ([], None), cell.source
 
 
-@pytest.mark.slow
 def test_quickstart_runs_and_the_adapters_answer_in_their_forms(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # so that it installs nothing
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)

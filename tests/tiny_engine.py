@@ -11,6 +11,7 @@ import numpy as np
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.llm import LLM
 from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
 from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
 
@@ -41,6 +42,13 @@ def make_engine(model: str | Path, *, narrow: bool = True, **options: Any) -> LL
 def tiny_engine(**options: Any) -> LLMEngine:
     """An engine on configs/tiny_model: random weights, byte-level tokenizer, chat template."""
     return make_engine(TINY_MODEL, load_format="dummy", **options)
+
+
+def make_llm(model: str | Path, **options: Any) -> LLM:
+    """The same as an LLM, with random weights."""
+    llm = LLM(str(model), progress=False, **{**SIZES, "load_format": "dummy", **options})
+    narrowed(llm.engine)
+    return llm
 
 
 class Request(NamedTuple):

@@ -152,7 +152,7 @@ def test_floor_counts_the_bytes_of_the_ranks():
 
 
 def test_a_run_has_buffers_of_its_own_size():
-    work = small("distinct", rank=24)
+    work = small("distinct", rank=16)
     engine = LLMEngine(fit_config(tiny(), work, 2), progress=False)
     engine.warm_up()
     prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
@@ -162,10 +162,10 @@ def test_a_run_has_buffers_of_its_own_size():
         assert run.new_tokens == 12
         assert run.loads == 2
         assert run.step_adapters[-1] == {"random-0", "random-1"}
-        assert engine.runner.rank_rows.bucket == min(b for b in engine.runner.rank_rows.buckets if b >= 48)
+        assert engine.runner.rank_rows.bucket == min(b for b in engine.runner.rank_rows.buckets if b >= 32)
         again = throughput.run_once(engine, prompts, [one, None, None, None], 3, ids)
         assert again.loads == 0
-        assert engine.runner.rank_rows.bucket == min(b for b in engine.runner.rank_rows.buckets if b >= 24) < 48
+        assert engine.runner.rank_rows.bucket == min(b for b in engine.runner.rank_rows.buckets if b >= 16) < 32
     assert not Path(adapters[0].path).exists()
     engine.check_integrity()
 

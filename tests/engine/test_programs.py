@@ -93,7 +93,7 @@ def test_a_shape_that_was_not_foreseen_is_an_error(mesh):
 
 
 def test_layers_are_grouped_by_a_divisor_on_cpus():
-    assert MAX_CPU_GROUP == 6
+    assert MAX_CPU_GROUP == 4
     groups = {n: layer_group(n, "cpu") for n in (1, 2, 6, 7, 12, 16, 22, 30, 32)}
-    assert groups == {1: 1, 2: 2, 6: 6, 7: 1, 12: 6, 16: 4, 22: 2, 30: 6, 32: 4}
+    assert groups == {1: 1, 2: 2, 6: 3, 7: 1, 12: 4, 16: 4, 22: 2, 30: 3, 32: 4}
     assert layer_group(32, "gpu") == 32

@@ -68,7 +68,7 @@ def test_head_dims(head_dim, dtype):
 
 
 @pytest.mark.parametrize("page_tokens", [8, 16])
-@pytest.mark.parametrize("longest", [0, 63, 64, 127, 128, 129, 300])
+@pytest.mark.parametrize("longest", [0, 63, 64, 128, 300])
 def test_several_chunks(longest, page_tokens):
     """64 or 128 tokens a chunk; short rows beside a long one see nothing in its later chunks."""
     check([[longest], [0], [longest // 2]], heads=(4, 2), page_tokens=page_tokens)
