@@ -293,7 +293,7 @@ def describe_keys() -> dict[str, str]:
     words = {"above": "above", "low": "at least", "high": "at most"}
     out = {}
     for f in fields(EngineConfig):
-        limits = [f"{word} {f.metadata[bound]:g}" for bound, word in words.items() if f.metadata[bound] is not None]
+        limits = [f"{word} {f.metadata[bound]:.10g}" for bound, word in words.items() if f.metadata[bound] is not None]
         out[f.name] = f.metadata["doc"] + (f" ({', '.join(limits)})" if limits else "")
     return out
 

@@ -92,9 +92,9 @@ def check_range(name: str, value: Any, metadata: Mapping[str, Any], default: Any
     if above is not None and value <= above:
         raise _bad(name, f"must be above {above:g}, got {value}", reason="bad_value")
     if low is not None and value < low:
-        raise _bad(name, f"must be at least {low:g}, got {value}", reason="bad_value")
+        raise _bad(name, f"must be at least {low:.10g}, got {value}", reason="bad_value")
     if high is not None and value > high:
-        raise _bad(name, f"must be at most {high:g}, got {value}", reason="bad_value")
+        raise _bad(name, f"must be at most {high:.10g}, got {value}", reason="bad_value")
 
 
 def resolve_paths(values: Mapping[str, Any], base_dir: str | os.PathLike[str]) -> dict[str, Any]:

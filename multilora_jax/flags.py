@@ -9,7 +9,10 @@ several flags (`--lora_modules a=x,b=y`, `--lora-modules a=x b=y`); booleans `--
 from __future__ import annotations
 
 import csv
+import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,13 +20,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from absl import app, flags
 
 from multilora_jax.config import EngineConfig, default_of, describe_keys
-from multilora_jax.config_values import nearest
+from multilora_jax.config_values import nearest, typed_value
 from multilora_jax.errors import ConfigError, UserError
 
 # The flags count as those of the command that asks for them, so that its --help lists them.
 flags.disclaim_key_flags()
 
 _BOOLEANS = ("true", "false", "1", "0")
+_HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
+_KIND_WORDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -102,7 +107,14 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> EngineConf
     return EngineConfig.from_dict(overrides, source="command line")
 
 
-def run(main: Callable[[list[str]], Any], *, commands: Sequence[str] = (), argv: Sequence[str] | None = None) -> None:
+def run(
+    main: Callable[[list[str]], Any],
+    *,
+    commands: Sequence[str] = (),
+    argv: Sequence[str] | None = None,
+    about: str = "",
+    example: str = "",
+) -> None:
     """Parses the flags, calls `main(words)` with the words that are no flags, and exits.
 
     Args:
@@ -110,7 +122,20 @@ def run(main: Callable[[list[str]], Any], *, commands: Sequence[str] = (), argv:
             exits with 1.
         commands: the words of which exactly one must be given; with none, no word may be given.
         argv: the program and its arguments; those of this process by default.
+        about: what the program does, in a sentence, for --help.
+        example: a command line to copy, for --help.
     """
+    argv = normalise_argv(sys.argv if argv is None else argv)
+    words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
+    if any(word in _HELP for word in words):
+        print(help_text(flags.FLAGS.get_key_flags_for_module(sys.argv[0]), commands, about, example))
+        sys.exit(0)
+
+    def parse(argv: list[str]) -> list[str]:
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            sys.exit(f"error: command line: {explain(error)} (see --help)")
 
     def checked_main(left: list[str]) -> Any:
         try:
@@ -118,7 +143,56 @@ def run(main: Callable[[list[str]], Any], *, commands: Sequence[str] = (), argv:
         except UserError as error:
             sys.exit(f"error: {error.message}")
 
-    app.run(checked_main, argv=normalise_argv(sys.argv if argv is None else argv))
+    app.run(checked_main, argv=argv, flags_parser=parse)
+
+
+def help_text(shown: Sequence[flags.Flag], commands: Sequence[str] = (), about: str = "", example: str = "") -> str:
+    """What --help prints: usage, example, then each flag with its type, meaning and default."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {os.path.basename(sys.argv[0])}"
+    command = f" {'|'.join(commands)}" if commands else ""
+    lines = [f"usage: {program}{command} [--config FILE] [--key value ...]"]
+    lines += [f"example: {example}"] if example else []
+    lines += ["", about] if about else []
+    lines += ["", "Flags (write dashes or underscores; a flag overrides the key of the same name in the file):"]
+    for flag in shown:
+        values = getattr(flag.parser, "enum_values", None)
+        kind = "|".join(values) if values else {"bool": "true|false"}.get(flag.flag_type(), flag.flag_type().upper())
+        default = f"default: {_plain(flag.default)}" if flag.default not in (None, [], "") else "no default"
+        lines += ["", f"  --{flag.name} {kind}"]
+        meaning = flag.help.removeprefix(f"<{kind}>: ")  # absl's own list of an enumeration's words
+        lines += textwrap.wrap(f"{meaning} [{default}]", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def explain(error: flags.Error) -> str:
+    """An error of the flags' parser in the words that a bad configuration gets."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        close = nearest(error.flagname, [f.name for f in flags.FLAGS.get_key_flags_for_module(sys.argv[0])])
+        return f"unknown flag --{error.flagname}" + (f": did you mean --{close}?" if close else "")
+    missing = re.search(r"Missing value for flag (\S+)", str(error))
+    if missing:
+        return f"{missing[1].lstrip('-')} needs a value: --{missing[1].lstrip('-')} VALUE"
+    bad = re.match(r"flag --(\w+)=(.*?): (.*)", str(error), re.DOTALL)
+    if not bad:
+        return str(error)
+    name, value, why = bad.groups()
+    kind = _kinds().get(name)
+    if isinstance(kind, tuple):
+        try:
+            typed_value(name, get_type_hints(EngineConfig)[name], value)
+        except ConfigError as refused:
+            return refused.message
+    if isinstance(kind, type) and kind in _KIND_WORDS:
+        return f"{name} must be {_KIND_WORDS[kind]}, got {value!r}"
+    return f"{name}: {why}"
+
+
+def _plain(value: Any) -> str:
+    """A default as it is written on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_words(words: list[str], commands: Sequence[str]) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import numbers
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -58,10 +61,10 @@ class LLM:
         Raises:
             UserError: a bad prompt, parameter or adapter; nothing is generated then.
         """
-        items: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        items = _prompt_list(prompts)
         default = SamplingParams() if sampling_params is None else sampling_params
         params = _spread(default, len(items), "sampling_params")
-        loras = _spread(lora_request, len(items), "lora_request")
+        loras = self._load_inplace(_spread(lora_request, len(items), "lora_request"))
         priorities = _spread(0 if priority is None else priority, len(items), "priority")
         ids: list[str] = []
         try:
@@ -100,8 +103,11 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise UserError("chat needs a tokenizer, this model has none", reason="no_tokenizer", param="messages")
-        if not messages:
-            raise UserError("messages is empty: give at least one", reason="empty_prompt", param="messages")
+        if not isinstance(messages, list | tuple) or not messages:
+            raise UserError(
+                "messages must be a list of {'role': ..., 'content': ...} with at least one, or a list of such lists",
+                reason="bad_messages", param="messages",
+            )  # fmt: skip
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
         template = chat_template or self.engine.config.chat_template_text()
         prompts: list[Any] = []
@@ -110,11 +116,24 @@ class LLM:
                 "chat_template": template,
                 "add_generation_prompt": add_generation_prompt and not continue_final_message,
                 "continue_final_message": continue_final_message,
-                **(chat_template_kwargs or {}),
             }
+            clash = sorted({"self", "messages", *options} & set(chat_template_kwargs or ()))
+            if clash:
+                raise UserError(
+                    f"chat_template_kwargs may not hold {', '.join(clash)}: these are arguments of their own",
+                    reason="bad_chat_template_kwargs", param="chat_template_kwargs",
+                )  # fmt: skip
+            options |= chat_template_kwargs or {}
             text = tokenizer.apply_chat_template(conversation, **options)
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(conversation, **options)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def _load_inplace(self, loras: list[Any]) -> list[Any]:
+        """Loads what asks to replace an adapter, once however many prompts name it."""
+        inplace = dict.fromkeys(r for r in loras if isinstance(r, LoRARequest) and r.load_inplace)
+        for request in inplace:
+            self.engine.add_lora(request)
+        return [replace(r, load_inplace=False) if isinstance(r, LoRARequest) and r in inplace else r for r in loras]
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -128,10 +147,16 @@ class LLM:
         return [done[request_id] for request_id in ids]
 
 
-def _is_one_prompt(prompts: Any) -> bool:
+def _prompt_list(prompts: Any) -> list[Any]:
+    """Prompts as a list; a string, a dict and a flat list of integers are one prompt."""
     if isinstance(prompts, str | dict):
-        return True
-    return len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(
+            f"prompts is {prompts!r}: give a prompt or a list of them", reason="bad_prompt", param="prompts"
+        )
+    items = list(prompts)
+    return [items] if items and all(isinstance(p, numbers.Integral) for p in items) else items
 
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:

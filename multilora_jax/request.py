@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
+import os
 import time
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
@@ -34,6 +36,12 @@ class LoRARequest:
     load_inplace: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        if not isinstance(self.lora_path, str):
+            raise UserError(
+                f"lora_path must be a string, got {self.lora_path!r}", reason="bad_lora_path", param="lora_path"
+            )
         if not isinstance(self.lora_name, str) or not self.lora_name.strip():
             raise UserError("lora_name must be a non-empty string", reason="empty_lora_name", param="lora_name")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
@@ -118,33 +126,43 @@ class SamplingParams:
             self.stop = []
         elif isinstance(self.stop, str):
             self.stop = [self.stop]
-        else:
+        elif isinstance(self.stop, list | tuple):
             self.stop = list(self.stop)
+        else:
+            self._fail("stop", "must be a non-empty string or a list of them")
         if not all(isinstance(s, str) and s for s in self.stop):
             self._fail("stop", "must be a non-empty string or a list of them")
         if self.stop and not self.detokenize:
             self._fail("stop", "needs detokenize=True")
-        self.stop_token_ids = [] if self.stop_token_ids is None else list(self.stop_token_ids)
-        if not all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids):
+        ids: Any = [] if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(ids, list | tuple) or not all(
+            isinstance(t, numbers.Integral) and not isinstance(t, bool) and t >= 0 for t in ids
+        ):
             self._fail("stop_token_ids", "must be a list of token ids")
+        self.stop_token_ids = [int(t) for t in ids]
 
     def _fail(self, name: str, what: str) -> None:
         raise UserError(f"{name}={getattr(self, name)!r} {what}", reason="bad_sampling_params", param=name)
 
     def _number(self, name: str, low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> float:
         value = getattr(self, name)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        try:
+            value = float(value) if ok else math.nan
+        except OverflowError:
+            value = math.inf
         ok = ok and (low < value if low_open else low <= value) and (value < high if high_open else value <= high)
         if not ok:
             left, right = "(" if low_open else "[", ")" if high_open else "]"
             self._fail(name, f"is outside {left}{low:g}, {high:g}{right}")
-        return float(value)
+        return value
 
     def _integer(self, name: str, low: int, high: int | None = None) -> int:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            self._fail(name, f"must be an integer of at least {low}")
-        return value
+        ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not ok or value < low or (high is not None and value > high):
+            self._fail(name, f"must be an integer {f'of at least {low}' if high is None else f'from {low} to {high}'}")
+        return int(value)
 
     @property
     def greedy(self) -> bool:

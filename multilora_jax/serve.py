@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
 from multilora_jax.server.app import create_app
+
+log = logging.getLogger("multilora_jax.serve")
 
 DRAIN_S = 30
 """Seconds that running requests get to finish after SIGTERM or SIGINT."""
@@ -60,9 +63,7 @@ def serve(config: EngineConfig) -> int:
         app = create_app(None, config)
         http = _Http(app, listener)
         try:
-            engine = LLMEngine(config)
-            if config.warm_up:
-                engine.warm_up()
+            engine = build_engine(config)
         except BaseException:
             http.stop()
             raise
@@ -73,9 +74,40 @@ def serve(config: EngineConfig) -> int:
         print(engine.describe())
         print(f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}")
         print(f"\n{curl_line(engine, address)}\n", flush=True)
-        status = http.wait()
+        status = http.wait(lambda: async_engine.num_live_requests)
         async_engine.shutdown(drain=False)
+    log.info("stopped")
     return status
+
+
+def build_engine(config: EngineConfig) -> LLMEngine:
+    """The engine, warmed up if the configuration asks for it; tells what it is at, on stderr.
+
+    On a terminal progress bars do; elsewhere each redrawn bar would be one more line of a log.
+    """
+    bars = sys.stderr.isatty()
+
+    def tell(text: str, *values: Any) -> None:
+        if not bars:
+            log.info(text, *values)
+
+    tell("loading %s", config.model)
+    engine = LLMEngine(config, progress=bars)
+    if config.warm_up:
+        tell("compiling every batch shape (--no-warm-up leaves it to the requests)")
+        engine.warm_up()
+        tell("compiled %d programs", engine.runner.num_compilations)
+    return engine
+
+
+def log_to_stderr() -> None:
+    """One line with its time for each of the package's log records of level INFO and above."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("multilora_jax")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 class _Http:
@@ -87,15 +119,19 @@ class _Http:
             timeout_graceful_shutdown=DRAIN_S,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        self._waiting = False
+        self._num_live: Callable[[], int] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http", daemon=True)
         self._thread.start()
 
-    def wait(self) -> int:
-        """Block until the server has been told to end and has drained; 1 if it ended by itself."""
-        self._waiting = True
+    def wait(self, num_live: Callable[[], int]) -> int:
+        """Block until the server has been told to end and has drained; 1 if it ended by itself.
+
+        Args:
+            num_live: tells how many requests are under way.
+        """
+        self._num_live = num_live
         self._thread.join()
         return 0 if self._server.should_exit else 1
 
@@ -105,12 +141,14 @@ class _Http:
         self._thread.join()
 
     def _on_signal(self, number: int, _: object) -> None:
-        if not self._waiting:
+        if self._num_live is None:
             # Nothing runs yet that could be lost, and a compilation under way would hold up an orderly end.
             print("stopped before the server was ready", file=sys.stderr, flush=True)
             os._exit(0)
         if self._server.should_exit and number == signal.SIGINT:
             self._server.force_exit = True
+        if not self._server.should_exit:
+            log.info("stopping: %d requests to finish", self._num_live())
         self._server.should_exit = True
 
 
@@ -150,7 +188,7 @@ def curl_line(engine: LLMEngine, address: str) -> str:
     else:
         route = "completions"
         body["prompt"] = "The capital of France is"
-    body["max_tokens"] = 32
+    body |= {"max_tokens": 32, "temperature": 0}
     key = ' -H "Authorization: Bearer $API_KEY"' if engine.config.api_keys else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
@@ -172,9 +210,14 @@ def main(_: list[str]) -> int:
     """Entry point of the command."""
     # jax reports every accelerator that it does not find at the level of information.
     logging.getLogger("jax").setLevel(logging.WARNING)
+    log_to_stderr()
     return serve(flags.config_from_flags())
 
 
 if __name__ == "__main__":
     flags.define_flags()
-    flags.run(main)
+    flags.run(
+        main,
+        about="Serves one base model and its LoRA adapters over HTTP, with OpenAI's API.",
+        example="python -m multilora_jax.serve --config configs/smollm2.yaml --port 8123",
+    )

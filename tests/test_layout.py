@@ -67,6 +67,8 @@ HOST = (
     "multilora_jax.engine.rank_rows",
     "multilora_jax.engine.host_memory",
     "multilora_jax.engine.inputs",
+    "multilora_jax.engine.interrupts",
+    "multilora_jax.engine.describe",
     "multilora_jax.engine.output",
     "multilora_jax.server",
     "multilora_jax.bench.mixes",

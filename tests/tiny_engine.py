@@ -103,6 +103,10 @@ class LogitsRecorder:
 
         runner.execute = recorded
 
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._rows.clear()
+
     def take(self, number: int) -> np.ndarray:
         """float32[positions, V] of request `number` of the last run_all; forgets it."""
         return self.take_by_id(f"run-{number}")

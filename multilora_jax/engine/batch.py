@@ -17,6 +17,10 @@ from pallas_kernels.paged_attention.xla import PAGE_CHUNK
 __all__ = ["BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pick_shape"]
 
 
+MAX_TEMPERATURE = 1e30
+"""Higher ones are as good as this, where every token is equally likely, and float32 still holds it."""
+
+
 @dataclass(frozen=True, order=True)
 class BatchShape:
     """Sizes of one compiled step: B decode rows and NB prefill blocks."""
@@ -165,10 +169,10 @@ def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> N
     sampling.index_S[row] = token
     sampling.position_S[row] = batch.positions_T[token] + 1
     if not params.greedy:
-        sampling.temperature_S[row] = params.temperature
+        sampling.temperature_S[row] = min(params.temperature, MAX_TEMPERATURE)
         sampling.top_p_S[row] = params.top_p
         sampling.min_p_S[row] = params.min_p
-        sampling.top_k_S[row] = params.top_k
+        sampling.top_k_S[row] = min(params.top_k, np.iinfo(np.int32).max)  # more than any vocabulary
         sampling.seed_S2[row] = (seq.seed >> 32 & 0xFFFFFFFF, seq.seed & 0xFFFFFFFF)
     if params.logprobs is not None:
         sampling.num_logprobs_S[row] = params.logprobs

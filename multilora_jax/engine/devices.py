@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
-from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig
 
 DEFAULT_CPU_POOL_BYTES = 1 << 30
@@ -72,6 +71,21 @@ def features_first(dtype: str) -> bool:
     return jax.default_backend() == "cpu" and dtype == "float32"
 
 
+def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the context: as configured, by default the model's own limit.
+
+    Raises:
+        ConfigError: more than the model was made for; only `dynamic` rotary embedding stretches.
+    """
+    asked, own = config.max_model_len, model.max_position_embeddings
+    if asked is not None and asked > own and model.rope.rope_type != "dynamic":
+        raise ConfigError(
+            f"max_model_len {asked} is more than the model's max_position_embeddings {own}: lower it",
+            reason="bad_value", param="max_model_len",
+        )  # fmt: skip
+    return own if asked is None else asked
+
+
 def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_len: int, mesh: Mesh) -> int:
     """Pages of the pool from whichever size the configuration gives.
 
@@ -118,10 +132,3 @@ def set_compilation_cache(folder: str | None) -> Path:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
-
-
-def describe_pool(geometry: PoolGeometry) -> str:
-    """The pool in pages, tokens and bytes."""
-    usable = geometry.num_pages - 1
-    size = geometry.num_pages * geometry.page_bytes
-    return f"{usable} pages of {geometry.page_bytes / 1024:.0f} KiB ({size / 2**20:.0f} MiB)"

@@ -61,10 +61,21 @@ class InputReader:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises UserError for parameters that this model cannot follow."""
+        if not isinstance(params, SamplingParams):
+            raise UserError(
+                f"sampling_params must be a SamplingParams, not {type(params).__name__}",
+                reason="bad_sampling_params", param="sampling_params",
+            )  # fmt: skip
         for token in params.stop_token_ids or ():
             self._check_token(token, "stop_token_ids")
         if params.stop and self._tokenizer is None:
             raise UserError("stop strings need a tokenizer, this model has none", reason="no_tokenizer", param="stop")
+
+    @staticmethod
+    def check_priority(priority: Any) -> None:
+        """Raises UserError unless `priority` is an integer."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UserError(f"priority must be an integer, not {priority!r}", reason="bad_priority", param="priority")
 
     @staticmethod
     def _split(prompt: Any) -> tuple[str | None, list[Any] | None]:
@@ -87,7 +98,12 @@ class InputReader:
                 "this model has no tokenizer: give token ids, or a tokenizer in the configuration",
                 reason="no_tokenizer", param="prompt",
             )  # fmt: skip
-        return self._tokenizer.encode(text) if text else []
+        try:
+            return self._tokenizer.encode(text) if text else []
+        except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair, which no text file can hold
+            raise UserError(
+                "the prompt is no valid Unicode text: it holds a lone surrogate", reason="bad_prompt", param="prompt"
+            ) from error
 
     def _check_token(self, token: Any, param: str) -> None:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self._vocab_size:

@@ -14,15 +14,17 @@ from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
+from multilora_jax.engine.describe import describe
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.inputs import InputReader, Prompt, continues_text
+from multilora_jax.engine.interrupts import defer_interrupts
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.model_runner import ModelRunner
 from multilora_jax.engine.output import RequestState
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.step_plan import SchedulerConfig
-from multilora_jax.errors import UserError
+from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.packing import HostAdapter
 from multilora_jax.lora.registry import AdapterRegistry
@@ -58,7 +60,7 @@ class LLMEngine:
         checkpoint = None if dummy else open_checkpoint(config.model, progress=progress)
         self.model_config = read_config(Path(config.model)) if checkpoint is None else checkpoint.config
         self.tokenizer = self._load_tokenizer(checkpoint)
-        self.max_model_len = self._max_model_len()
+        self.max_model_len = devices.max_model_len(config, self.model_config)
         dtype = devices.choose_dtype(config.dtype)
         num_pages = devices.pool_pages(config, self.model_config, dtype, self.max_model_len, mesh)
         tp = config.tensor_parallel_size
@@ -109,6 +111,7 @@ class LLMEngine:
         self._inputs = InputReader(self.model_config, self.tokenizer, self.max_model_len)
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
+        self._failure: BaseException | None = None
         self._compiled_at_warm_up = 0
         for int_id, (name, path) in enumerate(config.lora_modules.items(), 1):
             self.registry.load(LoRARequest(name, int_id, path), trusted=True)
@@ -119,10 +122,6 @@ class LLMEngine:
         else:
             tokenizer = Tokenizer.from_folder(self.config.tokenizer or self.config.model)
         return tokenizer
-
-    def _max_model_len(self) -> int:
-        asked, own = self.config.max_model_len, self.model_config.max_position_embeddings
-        return own if asked is None else asked
 
     # Adapters
 
@@ -182,10 +181,17 @@ class LLMEngine:
         Raises:
             UserError: bad input, named; nothing was changed.
         """
+        self._check_alive()
         text, token_ids = self._inputs.read_prompt(prompt)
         self._inputs.check_params(params)
+        self._inputs.check_priority(priority)
         adapter = None
         if lora_request is not None:
+            if not isinstance(lora_request, LoRARequest):
+                raise UserError(
+                    f"lora_request must be a LoRARequest, not {type(lora_request).__name__}",
+                    reason="bad_lora_request", param="lora_request",
+                )  # fmt: skip
             self._check_lora_enabled()
             adapter = self.registry.resolve(lora_request)
         room = self.max_model_len - len(token_ids)
@@ -223,7 +229,27 @@ class LLMEngine:
         return bool(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the outputs, cumulative, of the requests that got a token or ended."""
+        """Runs one step; returns the outputs, cumulative, of the requests that got a token or ended.
+
+        Raises:
+            UnavailableError: an earlier step failed (`engine_failed`), which may have left the pool half written.
+        """
+        self._check_alive()
+        with defer_interrupts():
+            try:
+                return self._step()
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise UnavailableError(
+                f"a step of this engine failed ({type(self._failure).__name__}: {self._failure}): build a new one",
+                reason="engine_failed",
+            )
+
+    def _step(self) -> list[RequestOutput]:
         start = time.perf_counter()
         with self._books:
             plan = self.scheduler.schedule()
@@ -317,15 +343,4 @@ class LLMEngine:
 
     def describe(self) -> str:
         """The start-up banner: model, pool, adapters."""
-        m, g = self.model_config, self.geometry
-        tokens = (g.num_pages - 1) * g.page_tokens
-        example = max((a.num_pages for a in self.list_loras()), default=0)
-        room = f", or {(g.num_pages - 1) // example} adapters like the largest one here" if example else ""
-        lines = [
-            f"model     {self.base_name}: {m.num_parameters / 1e6:.1f} M parameters, {m.num_layers} layers, {g.dtype}, "
-            f"context {self.max_model_len} tokens",
-            f"pool      {devices.describe_pool(g)}: {tokens} tokens{room}",
-        ]
-        for a in self.list_loras():
-            lines.append(f"adapter   {a.name}: rank {a.rank}, {a.num_pages} pages, {a.digest[:12]}, {a.path}")
-        return "\n".join(lines)
+        return describe(self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras())

@@ -95,7 +95,8 @@ class ModelRunner:
         """Copies adapters into the pages they were given."""
         for adapter, page_ids in writes:
             program = self.programs.get("write_page")
-            for page, page_id in zip(adapter.pages, page_ids, strict=True):
+            pages = adapter.pages.reshape(*adapter.pages.shape[:2], -1)
+            for page, page_id in zip(pages, page_ids, strict=True):
                 self.pool = program(self.pool, self._put(page, P(None, "model")), self._put(np.int32(page_id)))
             self.loaded_bytes += adapter.pages.nbytes
 

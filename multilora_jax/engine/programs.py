@@ -170,7 +170,7 @@ class Programs:
 
     def _write_page(self) -> Any:
         g = self.spec.geometry
-        page = np.zeros((g.num_layers, g.tp, g.page_elements // g.tp), g.storage_dtype)
+        page = np.zeros((g.num_layers, g.page_elements), g.storage_dtype)
         return write_page.lower(self._pool, self.abstract(page, P(None, "model")), self.abstract(np.int32(0)))
 
     def _logprobs(self) -> Any:

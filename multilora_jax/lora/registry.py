@@ -108,11 +108,11 @@ class AdapterRegistry:
             NotFoundError: the name is unknown and there is no path to load it from (`unknown_adapter`).
             UserError: the name is registered with another id or another path (`adapter_exists`); or see `load`.
         """
+        if not request.lora_path:
+            return self.get(request.lora_name)  # whichever version has the name now, whatever its id
         existing = self._find(request.lora_name)
         if existing is not None and not request.load_inplace:
             return self._same(existing, request)
-        if not request.lora_path:
-            return self._same(self.get(request.lora_name), request)
         check_name(request.lora_name)
         with self._name_lock(request.lora_name):
             existing = self._find(request.lora_name)

@@ -133,7 +133,7 @@ def _refusing(path: str) -> Iterator[None]:
     except FileError as error:
         refusal, message = AdapterError, f"{name}: {error.message}"
         if error.kind == "not_found":
-            refusal, message = NotFoundError, f"cannot open {name} in the adapter's folder: {error.message}"
+            refusal, message = NotFoundError, f"cannot open {path[:500]}: {error.message}"
         elif error.kind == "corrupt":
             message = f"{name} is damaged: {error.message}; copy or save it again"
         raise refusal(message, reason=_REASONS[error.kind], param="lora_path") from None

@@ -27,7 +27,7 @@ def module_dims(module: str, *, hidden: int, q_dim: int, kv_dim: int, ffn: int) 
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Sizes of `pool[L, P, TP, E/TP]` and of everything addressed inside it.
+    """Sizes of `pool[L, P, E]` (E laid out `[TP, E/TP]`) and of everything addressed inside it.
 
     Attributes:
         num_layers: L.

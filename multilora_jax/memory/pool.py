@@ -9,27 +9,37 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from multilora_jax.errors import ConfigError
 from multilora_jax.memory.geometry import PoolGeometry
 
-POOL_SPEC = P(None, None, "model", None)
-"""The pool is split over its third axis, TP."""
+POOL_SPEC = P(None, None, "model")
+"""The pool is split over its elements: E is laid out shard after shard, `[TP, E/TP]`.
+
+The two are one axis because an axis of size 1 between them makes newer compilers copy the whole pool (jaxlib 0.12)."""
 
 
 def make_pool(geometry: PoolGeometry, mesh: Mesh) -> jax.Array:
-    """Zeros, uint[L, P, TP, E/TP], each shard allocated on its own device."""
+    """Zeros, uint[L, P, E], each shard's [L, P, E/TP] allocated on its own device."""
     g = geometry
-    shape = (g.num_layers, g.num_pages, g.tp, g.page_elements // g.tp)
+    shape = (g.num_layers, g.num_pages, g.page_elements)
     sharding = NamedSharding(mesh, POOL_SPEC)
-    return jax.jit(lambda: jax.numpy.zeros(shape, g.storage_dtype), out_shardings=sharding)()
+    try:
+        return jax.jit(lambda: jax.numpy.zeros(shape, g.storage_dtype), out_shardings=sharding)().block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        size = g.num_pages * g.page_bytes / 2**30
+        raise ConfigError(
+            f"the pool of {g.num_pages} pages takes {size:.1f} GiB, which the device does not have: lower pool_pages, "
+            "pool_memory_gib or gpu_memory_utilization", reason="pool_too_large", param="pool_pages",
+        ) from error  # fmt: skip
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_page(pool: jax.Array, page_LTE: jax.Array | np.ndarray, page_id: jax.Array | np.ndarray) -> jax.Array:
+def write_page(pool: jax.Array, page_LE: jax.Array | np.ndarray, page_id: jax.Array | np.ndarray) -> jax.Array:
     """Copies one page of an adapter into the pool in place. DONATES pool.
 
     Args:
-        pool: uint[L, P, TP, E/TP].
-        page_LTE: uint[L, TP, E/TP], one page of HostAdapter.pages.
+        pool: uint[L, P, E].
+        page_LE: uint[L, E], one page of HostAdapter.pages, its shards end to end.
         page_id: int32 scalar.
     """
-    return jax.lax.dynamic_update_slice(pool, page_LTE[:, None], (0, page_id, 0, 0))
+    return jax.lax.dynamic_update_slice(pool, page_LE[:, None], (0, page_id, 0))

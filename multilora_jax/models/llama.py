@@ -74,7 +74,7 @@ def forward(
 
     Args:
         params: Llama.params().
-        pool: uint[L, P, TP, E/TP] (inside shard_map this shard's [L, P, 1, E/TP]).
+        pool: uint[L, P, E] (inside shard_map this shard's [L, P, E/TP]).
         batch: the step; `batch.lora` None runs the base alone.
         spec: static.
 
@@ -93,8 +93,8 @@ def forward(
 def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
     """Shapes and types at the boundary, checked while tracing."""
     g = spec.geometry
-    shards = g.tp if spec.axis_name is None else 1
-    chex.assert_shape(pool, (g.num_layers, g.num_pages, shards, g.page_elements // g.tp))
+    shards = 1 if spec.axis_name is None else g.tp
+    chex.assert_shape(pool, (g.num_layers, g.num_pages, g.page_elements // shards))
     chex.assert_type(pool, g.storage_dtype)
     chex.assert_equal_shape([batch.token_ids_T, batch.positions_T, batch.slots_T, batch.adapter_T])
     chex.assert_rank([batch.token_ids_T, batch.table_SP, batch.decode_chunks, batch.prefill_chunks], [1, 2, 0, 0])
@@ -224,7 +224,7 @@ def decoder_layer(
     Args:
         w: the layer's weights.
         rows: its active rank rows, None to run the base alone.
-        pool: uint[L, P, TP, E/TP] (this shard's).
+        pool: uint[L, P, E] (this shard's).
         layer: int32 scalar, its index.
         x: float32 residual stream in the activation layout.
         inputs: from `begin`.
@@ -249,9 +249,8 @@ def decoder_layer(
     q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis)
     q_TNH = rotate(to_heads(spec, q, N), inputs.cos_TH2, inputs.sin_TH2)
     k_TKH = rotate(to_heads(spec, k, K), inputs.cos_TH2, inputs.sin_TH2)
-    pool_LPE = pool.reshape(*pool.shape[:2], pool.shape[3])
-    pool_LPE = write_kv(spec, pool_LPE, layer, k_TKH, to_heads(spec, v, K), inputs.slots_T)
-    attended = from_heads(spec, attend(spec, q_TNH.astype(spec.dtype), pool_LPE, layer, inputs, K))
+    pool = write_kv(spec, pool, layer, k_TKH, to_heads(spec, v, K), inputs.slots_T)
+    attended = from_heads(spec, attend(spec, q_TNH.astype(spec.dtype), pool, layer, inputs, K))
     x = x + _row_parallel(spec, w["o"], w.get("o_bias"), attended, rows and rows.a_o, rows and rows.b_o, part(3, 4))
 
     h = rms_norm(spec, x, w["post_norm"])
@@ -264,4 +263,4 @@ def decoder_layer(
     x = x + _row_parallel(
         spec, w["down"], w.get("down_bias"), activated, rows and rows.a_down, rows and rows.b_down, part(6, 7)
     )
-    return x, pool_LPE.reshape(pool.shape)
+    return x, pool

@@ -62,7 +62,7 @@ def insert_rows(
 
     Args:
         layers: row buffers of some of the model's layers.
-        pool: uint[L, P, TP, E/TP] (this shard's).
+        pool: uint[L, P, E] (this shard's).
         a_units, b_units: per module int32[layers, C, in/u] and int32[layers, C, out/u], rows of the pool as a matrix
             of units.
         start: int32 scalar.

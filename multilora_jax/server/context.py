@@ -75,12 +75,16 @@ class ServerContext:
             return Target(model, None)
         try:
             request = llm.lora_request(model)
-        except NotFoundError:
+        except NotFoundError as unknown:
             adapter = model.removeprefix(f"{llm.base_name}:")
             if adapter == model:
                 raise
-            request = llm.lora_request(adapter)
-        # Without its path: a request must not bring back an adapter that is being unloaded.
+            try:
+                request = llm.lora_request(adapter)
+            except NotFoundError:
+                raise unknown from None  # it quotes the name as it was sent
+        # Without its path a request means whatever has the name when it is admitted: it must not bring back an
+        # adapter that is being unloaded, nor fail because one was loaded again.
         return Target(request.lora_name, replace(request, lora_path=""))
 
     def new_lora_id(self) -> int:

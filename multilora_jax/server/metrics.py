@@ -24,6 +24,9 @@ TOKENS_PER_REQUEST = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_0
 MAX_ADAPTER_SERIES = 200
 """Most adapters that get a time series of their own."""
 
+ROW_BLOCK = 8
+"""An adapter takes a multiple of this many of a step's max_rank_rows, so this bounds the adapters in a step."""
+
 MetricSource = tuple[EngineStats, "LLMEngine"]
 
 
@@ -135,7 +138,7 @@ class ServerMetrics:
 
     def _adapter_families(self, stats: EngineStats, engine: LLMEngine, gauge) -> Iterator[Metric]:
         lists = {
-            "max_lora": str(self._max_loras or len(engine.list_loras())),
+            "max_lora": str(self._max_loras or engine.config.max_rank_rows // ROW_BLOCK),
             "running_lora_adapters": ",".join(sorted(stats.running_by_adapter)[:MAX_ADAPTER_SERIES]),
             "waiting_lora_adapters": ",".join(sorted(stats.waiting_by_adapter)[:MAX_ADAPTER_SERIES]),
         }

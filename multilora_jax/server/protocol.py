@@ -7,6 +7,8 @@ Fields that OpenAI's or vLLM's API has and this server does not serve yet may be
 from __future__ import annotations
 
 import difflib
+import inspect
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,14 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from multilora_jax.errors import UserError
 from multilora_jax.request import MAX_LOGPROBS, SamplingParams
 from multilora_jax.server.messages import check_messages
+from multilora_jax.tokenizer import Tokenizer
 
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "cache_salt": (), "frequency_penalty": (0,),
-    "length_penalty": (1,), "logit_bias": ({},), "lora": ([],), "min_tokens": (0,), "n": (1,),
-    "presence_penalty": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "cache_salt": (), "frequency_penalty": (0.0,),
+    "length_penalty": (1.0,), "logit_bias": ({},), "lora": ([],), "min_tokens": (0,), "n": (1,),
+    "presence_penalty": (0.0,), "repetition_penalty": (1.0,), "response_format": ({"type": "text"},),
     "structured_outputs": (), "use_beam_search": (False,),
 }  # fmt: skip
-"""Field: its values that change nothing. null always is one."""
+"""Field: its values that change nothing. null always is one, and an integer of the same value for a float."""
 
 NOT_SERVED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
 
@@ -33,10 +36,13 @@ NOT_SERVED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,), "tool_choice": ("none",), "tools": ([],), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
 
-TEMPLATE_ARGUMENTS = frozenset(
-    {"messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools", "documents"}
-)
+TEMPLATE_ARGUMENTS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) - {"kwargs"} | {
+    "tools",
+    "documents",
+}
 """What the server itself passes to a chat template."""
+
+MAX_REQUEST_ID_LENGTH = 256
 
 
 class Body(BaseModel):
@@ -54,11 +60,8 @@ class Body(BaseModel):
             if name in cls.model_fields:
                 continue
             if name in cls.not_served:
-                if value is not None and value not in cls.not_served[name]:
-                    raise UserError(
-                        f"{name} is not supported by this server yet: leave it out",
-                        reason="unsupported_parameter", param=name,
-                    )  # fmt: skip
+                if value is not None and not any(_same(value, allowed) for allowed in cls.not_served[name]):
+                    raise _unsupported(name, cls.not_served[name])
                 continue
             close = difflib.get_close_matches(name[:100], [*cls.model_fields, *cls.not_served], n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(cls.model_fields)}"
@@ -103,6 +106,17 @@ class GenerationBody(Body):
             raise UserError(
                 f"truncate_prompt_tokens={value} must be at least 1, or -1 to keep as much as fits",
                 reason="bad_value", param="truncate_prompt_tokens",
+            )  # fmt: skip
+        return value
+
+    @field_validator("request_id")
+    @classmethod
+    def _check_request_id(cls, value: str | None) -> str | None:
+        if value is not None and not (0 < len(value) <= MAX_REQUEST_ID_LENGTH and value.isprintable()):
+            raise UserError(
+                f"request_id must be 1 to {MAX_REQUEST_ID_LENGTH} printable characters, not {len(value)} characters "
+                f"that begin with {value[:50]!r}",
+                reason="bad_value", param="request_id",
             )  # fmt: skip
         return value
 
@@ -273,3 +287,20 @@ class UnloadBody(Body):
 
 def _is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """Equality that tells 1 from true and 1.0, which Python does not."""
+    kinds = (int, float) if type(allowed) is float else (type(allowed),)
+    return type(value) in kinds and value == allowed
+
+
+def _unsupported(name: str, allowed: tuple[Any, ...]) -> UserError:
+    """Refuses a field that is not served, saying which values may be sent, if any."""
+    values = " or ".join(json.dumps(value) for value in allowed)
+    message = (
+        f"{name} must be {values}: this server supports no other value yet"
+        if allowed
+        else f"{name} is not supported by this server yet: leave it out"
+    )
+    return UserError(message, reason="unsupported_parameter", param=name)

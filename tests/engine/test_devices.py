@@ -10,6 +10,7 @@ import pytest
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
+from multilora_jax.engine.describe import describe
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig, RopeConfig
 
@@ -117,5 +118,6 @@ def test_compilation_cache_folder(cache_settings, monkeypatch, tmp_path):
     assert devices.set_compilation_cache(None) == tmp_path / "xdg" / "multilora_jax" / "xla"
 
 
-def test_description_of_a_pool():
-    assert devices.describe_pool(MODEL.geometry(129, 16)) == "128 pages of 8 KiB (1 MiB)"
+def test_the_banner_gives_the_pool_in_pages_tokens_and_adapters():
+    banner = describe("m", MODEL, MODEL.geometry(129, 16), 64, [])
+    assert "pool      128 pages of 8 KiB (1 MiB): 2048 tokens" in banner.splitlines()

@@ -33,7 +33,7 @@ def make_programs(mesh, dtype, num_pages):
     """Programs over a pool that is described but never allocated."""
     geometry = CONFIG.geometry(num_pages=num_pages, page_tokens=16, dtype=dtype)
     spec = LlamaSpec(CONFIG, geometry, BLOCK, features_first=dtype == "float32")
-    shape = (2, num_pages, 1, geometry.page_elements)
+    shape = (2, num_pages, geometry.page_elements)
     pool: Any = jax.ShapeDtypeStruct(shape, geometry.storage_dtype, sharding=NamedSharding(mesh, POOL_SPEC))
     params = load_llama(spec, 64, mesh, None).params()
     return Programs(spec, mesh, params, pool, WIDTH), num_pages * geometry.page_bytes

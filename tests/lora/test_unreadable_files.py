@@ -18,7 +18,7 @@ F64_FILE = len(F64_HEADER).to_bytes(8, "little") + F64_HEADER + bytes(8)
 @pytest.mark.parametrize(
     ("content", "error", "reason", "message"),
     [
-        (None, NotFoundError, "adapter_file_not_found", "cannot open {name} in the adapter's folder: No such file"),
+        (None, NotFoundError, "adapter_file_not_found", "cannot open {path}: No such file"),
         ("folder", AdapterError, "corrupt_weights", "{name}: not a regular file"),
         ("pipe", AdapterError, "corrupt_weights", "{name}: not a regular file"),
         (LFS_POINTER, AdapterError, "lfs_pointer", "{name}: this is a Git LFS pointer"),
@@ -37,7 +37,7 @@ def test_d06_either_file(model_config, peft_folder, name, content, error, reason
     with pytest.raises(error) as caught:
         load_adapter(str(folder), model_config, max_lora_rank=16)
     assert (caught.value.reason, caught.value.param) == (reason, "lora_path")
-    assert caught.value.message.startswith(message.format(name=name))
+    assert caught.value.message.startswith(message.format(name=name, path=path))
 
 
 @pytest.mark.parametrize(

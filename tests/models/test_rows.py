@@ -47,14 +47,14 @@ def test_rows_arrive_where_they_belong(dtype):
     adapters = [
         pack(random_adapter_weights(CONFIG, rank, seed=i), geometry, str(i), i + 1) for i, rank in enumerate([ranks, 5])
     ]
-    pool = rng.integers(1, 1000, (3, 64, 1, 1024)).astype(geometry.storage_dtype)
+    pool = rng.integers(1, 1000, (3, 64, 1024)).astype(geometry.storage_dtype)
     free = rng.permutation(np.arange(1, 64)).tolist()
     layers = jax.tree.map(lambda x: jnp.full_like(x, 9), make_rows(spec, 32))
     insert = jax.jit(insert_rows, static_argnums=0)
     wanted, touched = {}, set()
     for adapter, start in zip(adapters, (8, 0), strict=True):
         page_ids = [free.pop() for _ in range(adapter.num_pages)]
-        pool[:, page_ids] = adapter.pages.swapaxes(0, 1)
+        pool[:, page_ids] = adapter.pages[:, :, 0].swapaxes(0, 1)
         modules = unpack(adapter, geometry)
         for first in range(0, adapter.rank, BLOCK):
             a_units, b_units = units(geometry, adapter, page_ids, first)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 
 import pytest
 
+from multilora_jax.request import LoRARequest
 from tests.server.fake_engine import GOLDEN
 from tests.server.harness import parse_events, wait_for
 
@@ -47,6 +49,37 @@ async def test_models_tells_a_resident_adapter(make_server):
         "base": None, "adapter-a": "host", "adapter-b": "resident",
     }  # fmt: skip
     await call
+
+
+async def test_one_model_s_card(make_server, adapter_paths):
+    server = make_server(lora_modules={**adapter_paths, "org/adapter": PATHS[0]})
+    cards = (await server.client.get("/v1/models")).json()["data"]
+    for card in cards:
+        response = await server.client.get(f"/v1/models/{card['id']}")
+        assert (response.status_code, response.json()) == (200, card)
+    response = await server.client.get("/v1/models/adaptr-a")
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "NotFoundError")
+    assert "Did you mean 'adapter-a'?" in response.json()["error"]["message"]
+
+
+async def test_loads_and_unloads_are_logged(server, caplog):
+    caplog.set_level(logging.INFO, "multilora_jax")
+    await server.post(LOAD, {"lora_name": "new", "lora_path": PATHS[0]})
+    await server.post(LOAD, {"lora_name": "new", "lora_path": PATHS[1], "load_inplace": True})
+    await server.post(LOAD, {"lora_name": "bad", "lora_path": "/nowhere\nat all"})
+    await server.post(UNLOAD, {"lora_name": "new"})
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("multilora_jax")]
+    assert len(lines) == 4
+    assert "\n" not in "".join(lines)
+    for line, start in zip(
+        lines,
+        (
+            "adapter 'new' loaded: rank 8", "adapter 'new' replaced: rank", "adapter 'bad' refused (adapter_path_not",
+            "adapter 'new' unloaded, 0 requests",
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert line.startswith(start)
 
 
 async def test_load_use_unload(make_server):
@@ -119,7 +152,9 @@ async def test_load_inplace_replaces_the_content(server):
 async def test_bad_unloads(server):
     response = await server.post(UNLOAD, {"lora_name": "nobody"})
     assert (response.status_code, response.json()["error"]["param"]) == (404, "lora_name")
-    assert (await server.post(UNLOAD, {"lora_name": "base"})).status_code == 404
+    response = await server.post(UNLOAD, {"lora_name": "base"})
+    assert (response.status_code, response.json()["error"]["reason"]) == (400, "name_is_base_model")
+    assert "'base' is the base model and cannot be unloaded" in response.json()["error"]["message"]
     assert (await server.post(UNLOAD, {"lora_name": ""})).status_code == 400
     assert (await server.post(UNLOAD, {})).status_code == 400
     assert await names(server) == ["base", "adapter-a", "adapter-b"]
@@ -186,6 +221,23 @@ async def test_d23_a_request_does_not_bring_back_an_adapter_that_is_being_unload
     response = await server.post("/v1/completions", {"model": "adapter-a", "prompt": "hi"})
     assert response.status_code == 404
     assert await names(server) == ["base", "adapter-b"]
+
+
+async def test_a_request_finds_an_adapter_that_was_unloaded_and_loaded_again(server, monkeypatch):
+    """Its name alone counts: the id that it had when the request came in may be another's by now."""
+    lora_request = server.engine.lora_request
+
+    def reloaded_meanwhile(name):
+        request = lora_request(name)
+        server.engine.remove_lora(name)
+        server.engine.add_lora(LoRARequest(name, 77, PATHS[1]))
+        return request
+
+    monkeypatch.setattr(server.engine, "lora_request", reloaded_meanwhile)
+    answer = await server.complete(model="adapter-a", max_tokens=10)
+    assert answer["choices"][0]["text"] == "adapter-a:"
+    digest = {adapter.name: adapter.digest for adapter in server.engine.list_loras()}["adapter-a"]
+    assert answer["system_fingerprint"] == f"lora-{digest[:16]}"
 
 
 async def test_an_unload_does_not_wait_for_ever(make_server, monkeypatch):

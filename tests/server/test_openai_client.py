@@ -35,6 +35,9 @@ def test_models(client):
     models = client.models.list().data
     assert [model.id for model in models] == ["base", "adapter-a", "adapter-b"]
     assert models[1].owned_by == "multilora_jax"
+    assert client.models.retrieve("adapter-a") == models[1]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("adapter-x")
 
 
 def test_chat(client):

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.server.app import create_app
+from tests.server.fake_engine import GOLDEN
 from tests.server.harness import Server, wait_for
 
 pytestmark = pytest.mark.anyio
@@ -128,6 +129,14 @@ async def test_metrics_show_running_and_waiting_adapters_apart(make_server):
     assert 0 < got["vllm:kv_cache_usage_perc"][()] < 0.1
     await asyncio.gather(*calls)
     assert (await figures(server))["vllm:num_requests_running"] == {(): 0}
+
+
+async def test_the_most_adapters_in_a_step_do_not_depend_on_what_is_loaded(make_server):
+    for rows, most in ((64, "8"), (129, "16")):
+        for lora_modules in ({}, {"a": str(GOLDEN / "cases" / "all_linear")}):
+            server = make_server(lora_modules=lora_modules, max_rank_rows=rows)
+            [labels] = (await figures(server))["vllm:lora_requests_info"]
+            assert dict(labels)["max_lora"] == most
 
 
 async def test_metrics_count_loads_and_aborts(server, adapter_paths):

@@ -36,6 +36,9 @@ async def test_d18_an_unknown_model_is_404_and_never_the_base(server, path, body
         assert (error["type"], error["param"]) == ("NotFoundError", "model")
         assert "adapter-a" in error["message"]
         assert "base" in error["message"]
+        assert f"no model or adapter '{model}'" in error["message"]
+    error = await refused(server, path, {**body, "model": "base:base", "stream": stream}, 404)
+    assert "'base:base'" in error["message"]
     error = await refused(server, path, {**body, "model": "adaptr-a", "stream": stream}, 404)
     assert "Did you mean 'adapter-a'?" in error["message"]
 
@@ -135,6 +138,29 @@ async def test_d21_text_that_is_no_text(server):
     assert (response.status_code, response.json()["error"]["reason"]) == (400, "unknown_parameter")
 
 
+async def test_d21_half_of_a_surrogate_pair_anywhere_is_400(server):
+    message = {"role": "user", "content": "hi"}
+    for path, fields in (
+        (COMPLETIONS, {"prompt": "hi", "request_id": "\ud800"}),
+        (CHAT, {**CHAT_BODY, "request_id": "\ud800"}),
+        (CHAT, {"messages": [{**message, "\ud800": 1}]}),
+        (CHAT, {"messages": [{**message, "role": "\ud800"}]}),
+        (CHAT, {"messages": [{**message, "name": "\ud800"}], "chat_template_kwargs": {"\ud800": "\ud800"}, "n": 2}),
+        (CHAT, {**CHAT_BODY, "stream_options": {"\ud800": 1}}),
+        (COMPLETIONS, {"prompt": "hi", "user": "\ud800", "seed": "\ud800"}),
+    ):
+        body = json.dumps({"model": "base", **fields})
+        response = await server.client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400, (fields, response.text)
+
+
+async def test_d21_a_request_id_is_short_and_printable(server):
+    for bad in ("x" * 257, "a\nb", "", "\x1b[2J"):
+        error = await refused(server, COMPLETIONS, {"model": "base", "prompt": "hi", "request_id": bad})
+        assert (error["param"], error["reason"]) == ("request_id", "bad_value")
+    assert (await server.complete(request_id="é" * 256, max_tokens=1))["id"] == "cmpl-" + "é" * 256
+
+
 # ---- fields
 
 
@@ -154,6 +180,30 @@ async def test_fields_that_are_not_served_are_refused_by_name(server, field, val
     if field != "suffix":
         error = await refused(server, CHAT, {"model": "base", **CHAT_BODY, field: value})
         assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("n", 2, "n must be 1: "), ("n", 1.0, "n must be 1: "), ("n", True, "n must be 1: "),
+        ("best_of", True, "best_of must be 1: "), ("min_tokens", False, "min_tokens must be 0: "),
+        ("use_beam_search", 0, "use_beam_search must be false: "),
+        ("presence_penalty", False, "presence_penalty must be 0.0: "),
+        ("response_format", {"type": "json"}, 'response_format must be {"type": "text"}: '),
+        ("cache_salt", "x", "cache_salt is not supported by this server yet: leave it out"),
+    ],
+)  # fmt: skip
+async def test_fields_with_one_value_say_which_and_take_no_other_type(server, field, value, message):
+    error = await refused(server, COMPLETIONS, {"model": "base", "prompt": "hi", field: value})
+    assert (error["param"], error["reason"]) == (field, "unsupported_parameter")
+    assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize("key", ["self", "messages", "tools", "chat_template", "continue_final_message"])
+async def test_template_arguments_that_the_server_sets_itself_are_refused_by_name(server, key):
+    error = await refused(server, CHAT, {"model": "base", **CHAT_BODY, "chat_template_kwargs": {key: 1}})
+    assert error["param"] == "chat_template_kwargs"
+    assert f"chat_template_kwargs.{key}" in error["message"]
 
 
 async def test_fields_of_chat_that_are_not_served(server):
@@ -235,6 +285,9 @@ async def test_bodies_that_are_no_json_objects(server):
         error = response.json()["error"]
         assert (response.status_code, error["type"]) == (400, "BadRequestError")
         assert error["reason"] == "bad_json"
+    body = '{"model": "base",\n "prompt": "hi",\n "seed": x}'
+    response = await server.client.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert "at line 3, column 10: " in response.json()["error"]["message"]
     response = await server.client.post(COMPLETIONS, data={"model": "base"})
     assert (response.status_code, response.json()["error"]["reason"]) == (400, "bad_content_type")
 

@@ -135,6 +135,13 @@ def test_a_server_s_life(start):
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health")
     assert "Traceback" not in process.errors
+    # A log, not a terminal: a line for each thing that happened, and no bar redrawn.
+    assert "\r" not in process.errors
+    for words in (
+        "INFO loading ", "INFO compiling every batch shape", "INFO compiled ", "INFO stopping: 1 requests to finish",
+        "INFO stopped",
+    ):  # fmt: skip
+        assert process.errors.count(words) == 1, process.errors
 
 
 def test_a_port_in_use_is_an_error_before_the_model_is_loaded(start):
@@ -171,7 +178,7 @@ def test_a_bad_adapter_at_start_ends_the_process_with_its_reason(start):
 
 
 def test_a_failed_start_stops_listening(monkeypatch):
-    def fail(config):
+    def fail(config, **_):
         raise ConfigError("no such model")
 
     monkeypatch.setattr("multilora_jax.serve.LLMEngine", fail)
@@ -217,6 +224,7 @@ def test_the_curl_line_fits_the_server():
 
     route, sent = body(line(byte_tokenizer(), ["first", "second"]))
     assert (route, sent["model"], sent["messages"][0]["role"]) == ("chat/completions", "first", "user")
+    assert sent["temperature"] == 0
     route, sent = body(line(byte_tokenizer(chat_template=None)))
     assert (route, sent["model"], isinstance(sent["prompt"], str)) == ("completions", "b'ase", True)
     assert body(line(byte_tokenizer(chat_template=None), chat_template="{{ messages }}"))[0] == "chat/completions"

@@ -1,0 +1,26 @@
+"""What an engine says about itself when it starts (host only, no jax)."""
+
+from __future__ import annotations
+
+from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.models.config import ModelConfig
+
+
+def describe(
+    name: str, model: ModelConfig, geometry: PoolGeometry, max_model_len: int, adapters: list[HostAdapter]
+) -> str:
+    """Lines about the model, the pool in tokens and in adapters, and each adapter."""
+    pages = geometry.num_pages - 1
+    largest = max((adapter.num_pages for adapter in adapters), default=0)
+    room = f", or {pages // largest} adapters like the largest one here" if largest else ""
+    size = geometry.num_pages * geometry.page_bytes / 2**20
+    lines = [
+        f"model     {name}: {model.num_parameters / 1e6:.1f} M parameters, {model.num_layers} layers, "
+        f"{geometry.dtype}, context {max_model_len} tokens",
+        f"pool      {pages} pages of {geometry.page_bytes / 1024:.0f} KiB ({size:.0f} MiB): "
+        f"{pages * geometry.page_tokens} tokens{room}",
+    ]
+    for a in adapters:
+        lines.append(f"adapter   {a.name}: rank {a.rank}, {a.num_pages} pages, {a.digest[:12]}, {a.path}")
+    return "\n".join(lines)
