@@ -32,7 +32,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in message.items():
         if name not in FIELDS and value not in (None, [], {}):
             raise UserError(
-                f"{where}: the field {name[:100]!r} is not supported by this server: messages carry {', '.join(FIELDS)}",
+                f"{where}: the field {name[:100]!r} is not supported by this server: a message has {', '.join(FIELDS)}",
                 reason="unsupported_parameter", param="messages",
             )  # fmt: skip
     return {name: message[name] for name in FIELDS if message.get(name) is not None}

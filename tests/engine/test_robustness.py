@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def lora(golden_tiny) -> LoRARequest:
 
 
 def tokens(llm: LLM, *args, **kwargs) -> list[int]:
-    return llm.generate(PROMPT, GREEDY, *args, use_tqdm=False, **kwargs)[0].outputs[0].token_ids
+    return list(llm.generate(PROMPT, GREEDY, *args, use_tqdm=False, **kwargs)[0].outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("place", ["write_page", "rows", "insert", "layers", "finish"])
@@ -87,9 +88,8 @@ def test_a_huge_temperature_is_served_and_one_that_is_no_number_refused(make):
 
 
 def test_numpy_integers_are_integers(make):
-    params = SamplingParams(
-        temperature=0, max_tokens=np.int64(3), seed=np.int32(1), stop_token_ids=[np.int64(0)], ignore_eos=True
-    )  # fmt: skip  # pyright: ignore[reportArgumentType]
+    options: dict[str, Any] = {"max_tokens": np.int64(3), "seed": np.int32(1), "stop_token_ids": [np.int64(0)]}
+    params = SamplingParams(temperature=0, ignore_eos=True, **options)
     (output,) = make().generate(np.array(PROMPT), params, use_tqdm=False)  # pyright: ignore[reportArgumentType]
     assert output.prompt_token_ids == PROMPT
 
