@@ -136,7 +136,7 @@ class SamplingParams:
             self._fail("stop", "needs detokenize=True")
         ids: Any = [] if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, list | tuple) or not all(
-            isinstance(t, numbers.Integral) and not isinstance(t, bool) and t >= 0 for t in ids
+            isinstance(t, numbers.Integral) and not isinstance(t, bool) and int(t) >= 0 for t in ids
         ):
             self._fail("stop_token_ids", "must be a list of token ids")
         self.stop_token_ids = [int(t) for t in ids]
@@ -160,9 +160,10 @@ class SamplingParams:
     def _integer(self, name: str, low: int, high: int | None = None) -> int:
         value = getattr(self, name)
         ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not ok or value < low or (high is not None and value > high):
+        number = int(value) if ok else 0
+        if not ok or number < low or (high is not None and number > high):
             self._fail(name, f"must be an integer {f'of at least {low}' if high is None else f'from {low} to {high}'}")
-        return int(value)
+        return number
 
     @property
     def greedy(self) -> bool:
