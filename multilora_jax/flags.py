@@ -161,7 +161,9 @@ def help_text(shown: Sequence[flags.Flag], commands: Sequence[str] = (), about: 
         default = f"default: {_plain(flag.default)}" if flag.default not in (None, [], "") else "no default"
         lines += ["", f"  --{flag.name} {kind}"]
         meaning = flag.help.removeprefix(f"<{kind}>: ")  # absl's own list of an enumeration's words
-        lines += textwrap.wrap(f"{meaning} [{default}]", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(
+            f"{meaning} [{default}]", 100, break_on_hyphens=False, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
     return "\n".join(lines)
 
 

@@ -76,7 +76,7 @@ def test_order_and_own_parameters_and_adapters(llm, loras):
     assert [len(tokens) for tokens in tokens_of(outputs)] == [p.max_tokens for p in params]
     for output, lora in zip(outputs, chosen, strict=True):
         assert output.finished
-        assert output.lora_request is output.outputs[0].lora_request is lora
+        assert output.lora_request == output.outputs[0].lora_request == lora
         digests = {adapter.name: adapter.digest for adapter in llm.engine.list_loras()}
         assert output.adapter_digest == (digests[lora.name] if lora else None)
     for i in (0, 1, 2, 20):

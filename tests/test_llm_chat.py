@@ -38,7 +38,7 @@ def test_chat_renders_the_model_s_template(llm, lora):
     both = llm.chat([messages, other], greedy(5), use_tqdm=False, lora_request=[None, lora])
     assert tokens_of(both)[0] == tokens_of([output])[0]
     assert both[1].prompt.count("<|im_start|>") == 4
-    assert both[1].lora_request is lora
+    assert both[1].lora_request == lora
 
 
 def test_chat_options(llm):

@@ -31,4 +31,9 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     flags.define_flags()
     throughput.define_flags()
-    flags.run(main, commands=tuple(COMMANDS))
+    flags.run(
+        main,
+        commands=tuple(COMMANDS),
+        about=__doc__ or "",
+        example="python -m multilora_jax.bench throughput --config configs/smollm2.yaml --mix base,identical,distinct",
+    )

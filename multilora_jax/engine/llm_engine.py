@@ -271,11 +271,12 @@ class LLMEngine:
             for seq, first, count in built.chunks:
                 if hidden is not None and self._requests[seq.request_id].wants_prompt_logprobs:
                     self._take_prompt_logprobs(seq, hidden, first, count)
-                self._stats.prompt_tokens += max(0, min(count, seq.num_prompt_tokens - seq.num_computed_tokens))
                 seq.num_computed_tokens += count
             outputs = []
             for seq, row in built.rows:
                 state = self._requests[seq.request_id]
+                if seq.num_tokens == seq.num_prompt_tokens:  # its first token: the prompt counts once, here
+                    self._stats.prompt_tokens += seq.num_prompt_tokens
                 state.append(int(tokens[row]), now, None if logprobs is None else [a[row] for a in logprobs])
                 self._stats.generation_tokens += 1
                 if state.finish_reason is not None:

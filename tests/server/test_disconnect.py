@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.server.fake_engine import GOLDEN
 from tests.server.harness import listening
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -104,14 +105,16 @@ def test_d14_others_are_not_disturbed(server):
 
 def test_a_reader_that_stops_reading_is_sent_newer_states_only(make_server):
     """States that could not be sent are replaced, not queued: what a slow client costs does not grow with its text."""
-    server = make_server(max_model_len=10_000)
-    body = {**BODIES[COMPLETIONS], "max_tokens": 3000, "stream": True, "request_id": "x" * 4000}  # 12 MB of events
+    long_name = "😀" * 256  # a kilobyte, twice in each event: 12 MB of events
+    server = make_server(max_model_len=10_000, lora_modules={long_name: str(GOLDEN / "cases" / "all_linear")})
+    server.engine.script["hi"] = b"x" * 5000
+    body = {"model": long_name, "prompt": "hi", "max_tokens": 5000, "stream": True, "request_id": long_name}
     with listening(server.app) as address, half_sent(address, COMPLETIONS, body) as connection:
-        until(lambda: server.engine.counts.steps == 3000, seconds=20)
+        until(lambda: server.engine.counts.steps == 5000, seconds=30)
         time.sleep(0.1)
         data = b""
         while b"[DONE]" not in data[-40:]:
             data += connection.recv(1 << 20)
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
-    assert len("".join(event["choices"][0]["text"] for event in events)) == 3000
-    assert len(events) < 2900
+    assert len("".join(event["choices"][0]["text"] for event in events)) == 5000
+    assert len(events) < 4900
