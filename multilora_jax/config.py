@@ -280,12 +280,12 @@ class EngineConfig:
         overrides = dict(overrides or {})
         values = read_yaml_mapping(Path(path))
         _check_known(values, str(path))
-        _check_known(overrides, "override")
+        _check_known(overrides, "command line")
         values = resolve_paths(values, Path(path).parent)
         if any(overrides.get(key) is not None for key in POOL_SIZE_KEYS):
             values = {key: value for key, value in values.items() if key not in POOL_SIZE_KEYS}
         values.update(resolve_paths(overrides, ""))
-        return _build(cls, values, lambda param: "override" if param in overrides else str(path))
+        return _build(cls, values, lambda param: "command line" if param in overrides else str(path))
 
 
 def describe_keys() -> dict[str, str]:

@@ -233,9 +233,9 @@ class TestYaml:
         path = write(tmp_path, "model: m\nport: 70000\n")
         with pytest.raises(ConfigError, match=r"c\.yaml: port must be at most 65535"):
             EngineConfig.from_yaml(path)
-        with pytest.raises(ConfigError, match="^override: port must be at least 0"):
+        with pytest.raises(ConfigError, match="^command line: port must be at least 0"):
             EngineConfig.from_yaml(path, {"port": -3})
-        with pytest.raises(ConfigError, match="^override: unknown key 'prt': did you mean 'port'"):
+        with pytest.raises(ConfigError, match="^command line: unknown key 'prt': did you mean 'port'"):
             EngineConfig.from_yaml(path, {"prt": 3})
 
     def test_ids_are_not_paths(self, tmp_path, monkeypatch):

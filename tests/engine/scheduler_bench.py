@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from multilora_jax.engine.kv_manager import KVManager
@@ -12,18 +12,11 @@ from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.memory.allocator import PageAllocator
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.request import FinishReason, SamplingParams, Sequence
+from tests.lora.fake_adapter import FakeAdapter
 
 PAGE_TOKENS = 4
 CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, prefill_block=8, max_rank_rows=64)
 PARAMS = SamplingParams()
-
-
-@dataclass(eq=False)
-class FakeAdapter:
-    name: str
-    num_pages: int = 2
-    rank: int = 8
-    digest: str = "0" * 64
 
 
 class Bench:

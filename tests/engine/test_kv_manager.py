@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from multilora_jax.engine.kv_manager import KVManager
@@ -11,14 +9,7 @@ from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.memory.allocator import PageAllocator, PageKind
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.request import SamplingParams, Sequence
-
-
-@dataclass(eq=False)
-class FakeAdapter:
-    name: str
-    num_pages: int = 2
-    rank: int = 8
-    digest: str = "0" * 64
+from tests.lora.fake_adapter import FakeAdapter
 
 
 def make(num_pages: int, page_tokens: int = 4, max_pinned_pages: int = 0):
