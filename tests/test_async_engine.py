@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from multilora_jax.async_engine import AsyncEngine, EngineDeadError
-from multilora_jax.errors import NotFoundError, UnavailableError, UserError
+from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.request import LoRARequest, SamplingParams
 from tests.server.fake_engine import GOLDEN, FakeEngine
 
@@ -218,59 +218,6 @@ async def test_an_idle_engine_does_not_spin(make_engine):
     await asyncio.sleep(0.3)
     assert time.process_time() - before < 0.15
     assert fake.counts.steps == steps
-
-
-async def test_adapters_are_loaded_listed_and_removed_by_name_or_id(make_engine):
-    engine, _ = make_engine()
-    adapter = await engine.add_lora(LoRARequest("a", 7, ADAPTER))
-    assert engine.list_loras() == [adapter]
-    output = await last(engine.generate("hi", SamplingParams(max_tokens=2), "r1", lora_request=LoRARequest("a", 7)))
-    assert (output.outputs[0].text, output.adapter_digest) == ("a:", adapter.digest)
-    assert await engine.remove_lora(7) == 0
-    assert engine.list_loras() == []
-    with pytest.raises(NotFoundError):
-        await engine.remove_lora(7)
-    with pytest.raises(NotFoundError):
-        await engine.remove_lora("a")
-    with pytest.raises(NotFoundError):
-        await engine.submit("hi", SamplingParams(), "r2", lora_request=LoRARequest("a", 7))
-
-
-async def test_generate_loads_a_new_adapter_off_the_engine_thread(make_engine):
-    engine, fake = make_engine()
-    fake.gate.clear()  # the engine thread is busy, yet the load goes through
-    blocker = asyncio.create_task(last(engine.generate("hi", SamplingParams(max_tokens=3), "r0")))
-    request = LoRARequest("a", 1, ADAPTER)
-    calls = [
-        asyncio.create_task(last(engine.generate("hi", SamplingParams(max_tokens=2), f"a{i}", lora_request=request)))
-        for i in range(4)
-    ]
-    await wait_for(lambda: len(engine.list_loras()) == 1)
-    fake.gate.set()
-    assert [(await call).outputs[0].text for call in calls] == ["a:"] * 4
-    await blocker
-    with pytest.raises(UserError, match="lora_path"):
-        await last(engine.generate("hi", SamplingParams(), "r9", lora_request=LoRARequest("new", 2)))
-
-
-async def test_d23_remove_waits_for_running_requests_of_that_adapter_only(make_engine):
-    engine, fake = make_engine(step_seconds=0.002)
-    for int_id, name in ((1, "a"), (2, "b")):
-        await engine.add_lora(LoRARequest(name, int_id, ADAPTER))
-    streams = {
-        name: await engine.submit("hi", SamplingParams(max_tokens=n), name, lora_request=LoRARequest(name, int_id))
-        for int_id, name, n in ((1, "a", 100), (2, "b", LONG))
-    }
-    assert await engine.remove_lora("a", wait_s=0.0) == 1
-    with pytest.raises(NotFoundError):
-        await engine.submit("hi", SamplingParams(), "r3", lora_request=LoRARequest("a", 1))
-    assert len((await streams["a"].final()).outputs[0].token_ids) == 100
-    assert "b" in fake.requests
-    removal = asyncio.create_task(engine.remove_lora("b", wait_s=10.0))
-    await asyncio.sleep(0.05)
-    assert not removal.done()
-    await streams["b"].aclose()
-    assert await asyncio.wait_for(removal, 2) == 0
 
 
 async def test_stats_are_read_between_steps_and_do_not_wait_for_a_hanging_one(make_engine):

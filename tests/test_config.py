@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,6 @@ class TestKeys:
         [
             ("enable_prefix_caching", True),
             ("scheduler_policy", "fair"),
-            ("lora_eviction_policy", "fifo"),
-            ("max_cpu_loras", 4),
         ],
     )
     def test_keys_without_their_feature_are_refused(self, key, value):
@@ -291,3 +290,39 @@ class TestYaml:
         assert len(config.lora_modules) == (4 if name == "smollm2" else 0)
         if name == "tiny":
             assert os.path.exists(f"{config.model}/tokenizer.json")
+
+
+class TestAdapterTiers:
+    def test_keys_and_defaults(self):
+        config = EngineConfig(model="m")
+        assert (config.lora_eviction_policy, config.max_cpu_loras, config.max_cpu_lora_gib) == ("lru", None, None)
+        assert (config.adapter_transfer_mib, config.adapter_prefetch, config.prefetch_lookahead) == (8.0, True, 64)
+        assert config.max_extra_vocab == 256
+        EngineConfig(
+            model="m", lora_eviction_policy="fifo", max_cpu_loras=1, max_cpu_lora_gib=0.01, adapter_transfer_mib=0.01,
+            adapter_prefetch=False, prefetch_lookahead=1, max_extra_vocab=0,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("key", "value", "words"),
+        [
+            ("lora_eviction_policy", "random", "one of lru, fifo"),
+            ("max_cpu_loras", 0, "at least 1"),
+            ("max_cpu_lora_gib", 0, "above 0"),
+            ("adapter_transfer_mib", 0, "above 0"),
+            ("prefetch_lookahead", 0, "at least 1"),
+            ("max_extra_vocab", -1, "at least 0"),
+        ],
+    )
+    def test_ranges(self, key, value, words):
+        error = refusal({"model": "m", key: value})
+        assert (error.reason, error.param) == ("bad_value", key)
+        assert words in error.message
+
+    def test_ten_thousand_adapters_are_read_in_a_moment(self, tmp_path):
+        lines = [f"  adapter-{i}: adapters/adapter-{i}" for i in range(10_000)]
+        path = write(tmp_path, "\n".join(["model: m", "lora_modules:", *lines]) + "\n")
+        started = time.monotonic()
+        config = EngineConfig.from_yaml(path)
+        assert time.monotonic() - started < 3
+        assert config.lora_modules["adapter-9999"] == str(tmp_path / "adapters" / "adapter-9999")

@@ -31,9 +31,9 @@ def test_an_empty_pool():
 
 def test_every_kind_has_its_mark():
     engine = make_engine(13)
-    assert engine.cache.acquire(Adapter("upper", 3))
+    assert engine.cache.reserve(Adapter("upper", 3))
     engine.allocator.allocate(2, PageKind.KV)
-    assert engine.cache.acquire(Adapter("json", 2))
+    assert engine.cache.reserve(Adapter("json", 2))
     engine.allocator.allocate(1, PageKind.CACHED)
     assert pool_map(engine, width=5).splitlines() == [
         "12 pages of 3 KiB (16 tokens each)",
@@ -59,7 +59,7 @@ def test_a_large_pool_shares_characters():
 def test_more_adapters_than_letters():
     engine = make_engine(101)
     for number in range(60):
-        assert engine.cache.acquire(Adapter(f"n{number}", 1))
+        assert engine.cache.reserve(Adapter(f"n{number}", 1))
     text = pool_map(engine)
     assert "  Z  adapter n51: 1" in text
     assert "  +  adapter n52: 1" in text

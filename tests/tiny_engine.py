@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.llm import LLM
 from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
+from multilora_jax.models.batch import VocabInputs
+from multilora_jax.models.llama import compute_logits, rows_to_tokens
 from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
 
 TINY_MODEL = str(Path(__file__).parent.parent / "configs" / "tiny_model")
@@ -33,9 +38,10 @@ def narrowed(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-def make_engine(model: str | Path, *, narrow: bool = True, **options: Any) -> LLMEngine:
+def make_engine(model: str | Path, *, narrow: bool = True, throttle: Any = None, **options: Any) -> LLMEngine:
     """An engine of SIZES, narrowed unless told otherwise."""
-    engine = LLMEngine(EngineConfig.from_dict({"model": str(model), **SIZES, **options}), progress=False)
+    config = EngineConfig.from_dict({"model": str(model), **SIZES, **options})
+    engine = LLMEngine(config, progress=False, throttle=throttle)
     return narrowed(engine) if narrow else engine
 
 
@@ -56,7 +62,7 @@ class Request(NamedTuple):
 
     prompt: Any
     params: SamplingParams
-    lora: LoRARequest | None = None
+    lora: LoRARequest | list[LoRARequest] | None = None
 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
@@ -87,18 +93,30 @@ class LogitsRecorder:
     def __init__(self, engine: LLMEngine):
         self._rows: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         runner, execute = engine.runner, engine.runner.execute
-        top = runner.params["top"]
-        head_VD = np.asarray(top.get("lm_head", top["embed"]), np.float32)
+        spec, programs = runner.spec, runner.programs
+
+        @functools.cache
+        def logits_of(extended: bool) -> Any:
+            def head(top: Any, hidden: Any, vocab: Any) -> Any:
+                return compute_logits(top, hidden, spec=spec, vocab=vocab)
+
+            return programs._jit(head, (programs._specs["top"], P(), programs._vocab_specs(extended)), P())
 
         def recorded(step: Any, pages_of: Any) -> Any:
             built, output = execute(step, pages_of)
-            hidden = np.asarray(output.hidden, np.float32)
-            logits_TV = (hidden.T if runner.spec.features_first else hidden) @ head_VD.T
+            vocab = None
+            if any(adapter.layout.extended for adapter in step.adapters):
+                assert runner._extra is not None
+                assert built.batch.mix_SX is not None
+                num_tokens = output.hidden.shape[1 - spec.feature_axis]
+                mix_TX = rows_to_tokens(spec, jnp.asarray(built.batch.mix_SX), num_tokens)
+                vocab = VocabInputs(runner.pool, runner._extra.vocab, mix_TX)
+            logits_TV = np.asarray(logits_of(vocab is not None)(runner.params["top"], output.hidden, vocab))
             for row, seq in enumerate(step.decodes):
-                self._rows[seq.request_id][seq.num_computed_tokens] = logits_TV[row]
+                self._rows[seq.request_id][seq.num_computed_tokens] = logits_TV[row, : seq.vocab_size]
             for seq, first, count in built.chunks:
                 for i in range(count):
-                    self._rows[seq.request_id][seq.num_computed_tokens + i] = logits_TV[first + i]
+                    self._rows[seq.request_id][seq.num_computed_tokens + i] = logits_TV[first + i, : seq.vocab_size]
             return built, output
 
         runner.execute = recorded

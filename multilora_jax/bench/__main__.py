@@ -1,14 +1,8 @@
-"""Benchmarks of the engine.
+"""Benchmarks of the engine, in one process and without HTTP.
 
-  python -m multilora_jax.bench throughput --config configs/smollm2.yaml --mix base,identical,distinct
-
-throughput: new tokens per second of a batch of random prompts, for one or more mixes of adapters, which take turns in
-one process and one engine; beside each mix's ratio to the base alone stands the ratio that the bytes read would allow.
-
-max_num_seqs is 8 here, whatever the file says, unless --max_num_seqs gives another, and max_rank_rows what that many
-sequences with adapters of their own need, unless --max_rank_rows is given. --num_adapters is max_num_seqs by default.
-
-Prints a table, writes JSON where --json says. Every key of the configuration is a flag too.
+python -m multilora_jax.bench throughput --config FILE --mix base,distinct       speed by mix of adapters
+python -m multilora_jax.bench adapters --config FILE --counts 1,10,100,1000      speed by number of adapters
+python -m multilora_jax.bench adapters --config FILE --cold                      latency of adapters read from disk
 """
 
 from __future__ import annotations
@@ -16,24 +10,11 @@ from __future__ import annotations
 import logging
 
 from multilora_jax import flags
-from multilora_jax.bench import throughput
+from multilora_jax.bench import adapters, throughput
 
-COMMANDS = {"throughput": throughput.main}
-
-
-def main(words: list[str]) -> int:
-    """Entry point: runs the command that is named."""
-    # jax reports every accelerator that it does not find at the level of information.
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    return COMMANDS[words[0]]()
-
+COMMANDS = {"throughput": throughput, "adapters": adapters}
 
 if __name__ == "__main__":
-    flags.define_flags()
-    throughput.define_flags()
-    flags.run(
-        main,
-        commands=tuple(COMMANDS),
-        about=__doc__ or "",
-        example="python -m multilora_jax.bench throughput --config configs/smollm2.yaml --mix base,identical,distinct",
-    )
+    # jax reports every accelerator that it does not find at the level of information.
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    flags.run_command(COMMANDS, __doc__ or "")

@@ -10,26 +10,34 @@ import dataclasses
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from absl import flags as absl_flags
 from absl import logging
 
 from multilora_jax import flags
+from multilora_jax.bench.floors import adapter_bytes, weight_bytes
 from multilora_jax.bench.mixes import BASE, MIXES, assign, check_mixes
 from multilora_jax.bench.report import check_writable, make_report, table, write_json
+from multilora_jax.bench.runs import (
+    Run,
+    check_compilations,
+    check_length,
+    define_run_flags,
+    random_prompts,
+    rank_rows_of,
+    run_once,
+    settings_of,
+)
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
-from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
-from multilora_jax.memory.geometry import MODULES
-from multilora_jax.request import LoRARequest, SamplingParams
+from multilora_jax.request import LoRARequest
 
 # The flags count as those of the program that asks for them, so that its --help lists them.
 absl_flags.disclaim_key_flags()
@@ -40,6 +48,15 @@ COLUMNS = {
 }  # fmt: skip
 
 DEFAULT_NUM_SEQS = 8
+
+ARGUMENTS = ""
+EXAMPLE = "python -m multilora_jax.bench throughput --config configs/smollm2.yaml --mix base,identical,distinct"
+ABOUT = """New tokens per second of a batch of random prompts, for one or more mixes of adapters, which take turns in
+one process and one engine; beside each mix's ratio to the base alone stands the ratio that the bytes read would allow.
+
+max_num_seqs is 8 here, whatever the file says, unless --max_num_seqs gives another, and max_rank_rows what that many
+sequences with adapters of their own need, unless --max_rank_rows is given. --num_adapters is max_num_seqs by default.
+Prints a table, writes JSON where --json says."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +87,9 @@ class Workload:
         return set(self.mixes) != {"base"}
 
 
-@dataclass
-class Run:
-    """One timed run of one mix.
-
-    Attributes:
-        seconds: from the first request to the last answer; new_tokens: generated in that time.
-        loads, preemptions: adapters copied into the pool and sequences put back, both 0 when the pool is large enough.
-        step_adapters: the names of the adapters of each step that gave tokens.
-    """
-
-    seconds: float
-    new_tokens: int
-    loads: int
-    preemptions: int
-    step_adapters: list[frozenset[str]]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.new_tokens / self.seconds
-
-
 def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
-    """Defines this command's own flags."""
+    """Defines this command's flags: those of the configuration and its own."""
+    flags.define_flags(flag_values)
     absl_flags.DEFINE_list(
         "mix", ["base", "identical", "distinct"], f"Mixes to run in turn, of {', '.join(MIXES)}.",
         flag_values=flag_values,
@@ -101,20 +98,17 @@ def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
         "given_adapters", False, "Use the configuration's adapters first and random ones beyond them; by default all "
         "are random, so that figures of different configurations compare.", flag_values=flag_values,
     )  # fmt: skip
-    absl_flags.DEFINE_string("json", None, "File to write the figures to.", flag_values=flag_values)
     for name, default, doc in (
         ("num_adapters", None, "Adapters that the mixes are drawn over; by default as many as max_num_seqs."),
         ("rank", 16, "Rank of the random adapters, which have all seven projections."),
-        ("num_prompts", 32, "Requests of one run."),
-        ("input_len", 48, "Tokens of each prompt."),
-        ("output_len", 32, "Tokens of each answer."),
-        ("rounds", 3, "Timed runs of each mix; the figures are medians over them."),
     ):
         absl_flags.DEFINE_integer(name, default, doc, lower_bound=1, flag_values=flag_values)
+    define_run_flags(flag_values, num_prompts=32, input_len=48, output_len=32, rounds=3)
 
 
-def main(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
-    """Runs the command from parsed flags."""
+def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
+    """Runs the command from parsed flags; it takes no words."""
+    del words
     f = flag_values
     mixes = check_mixes(f.mix)
     if f.json is not None:
@@ -146,18 +140,12 @@ def fit_config(config: EngineConfig, work: Workload, num_seqs: int, *, keep_rank
         raise ConfigError(
             "enable_lora is false: --mix base is all that can be measured", reason="conflicting_keys", param="mix"
         )
-    total = work.input_len + work.output_len
-    if config.max_model_len is not None and total > config.max_model_len:
-        raise ConfigError(
-            f"input_len {work.input_len} + output_len {work.output_len} exceed max_model_len {config.max_model_len}: "
-            "shorten them or raise it",
-            reason="conflicting_keys", param="max_model_len",
-        )  # fmt: skip
+    check_length(config, work.input_len, work.output_len)
     modules = dict(list(config.lora_modules.items())[: work.num_adapters]) if work.given_adapters else {}
     max_lora_rank = max(config.max_lora_rank, work.rank) if work.uses_adapters else config.max_lora_rank
     # A given adapter may be of any rank up to the limit.
     largest = max_lora_rank if modules else work.rank
-    rows = max(min(num_seqs, work.num_adapters) * -(-largest // 8) * 8, -(-max_lora_rank // 8) * 8)
+    rows = rank_rows_of(min(num_seqs, work.num_adapters), largest, max_lora_rank)
     return dataclasses.replace(
         config,
         max_num_seqs=num_seqs,
@@ -181,14 +169,12 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
     with _adapters(engine, work) as adapters:
         _check_pool(engine, work, adapters)
         runs = _rounds(engine, work, adapters)
-    compilations = engine.stats().compilations
-    if compilations:
-        raise RuntimeError(f"{compilations} programs were compiled after warm-up: these figures are not valid")
+    check_compilations(engine)
     base = [run.tokens_per_second for run in runs["base"]] if "base" in runs else None
-    sizes = {adapter.name: adapter_bytes(adapter, engine) for adapter in adapters}
-    rows = [_row(mix, runs[mix], base, sizes, weight_bytes(engine)) for mix in work.mixes]
-    settings = {**config.to_dict(), "dtype": engine.geometry.dtype, "max_model_len": engine.max_model_len}
-    settings |= {"pool_pages": engine.geometry.num_pages, **dataclasses.asdict(work), "mixes": list(work.mixes)}
+    sizes = {adapter.name: adapter_bytes(adapter, engine.geometry) for adapter in adapters}
+    weights = weight_bytes(engine.model_config, engine.geometry)
+    rows = [_row(mix, runs[mix], base, sizes, weights) for mix in work.mixes]
+    settings = settings_of(engine, {**dataclasses.asdict(work), "mixes": list(work.mixes)})
     return make_report("throughput", settings, rows)
 
 
@@ -215,23 +201,11 @@ def _row(mix: str, runs: list[Run], base: list[float] | None, sizes: dict[str, i
     }
 
 
-def weight_bytes(engine: LLMEngine) -> int:
-    """Bytes of base weights that a step reads: all, but of an untied embedding table only a few rows."""
-    m = engine.model_config
-    read = m.num_parameters - (0 if m.tie_word_embeddings else m.vocab_size * m.hidden_size)
-    return read * engine.geometry.storage_dtype.itemsize
-
-
-def adapter_bytes(adapter: HostAdapter, engine: LLMEngine) -> int:
-    """Bytes of an adapter's own rank rows."""
-    dims_M = np.asarray([sum(engine.geometry.module_dims(module)) for module in MODULES])
-    return int((adapter.ranks_LM @ dims_M).sum()) * engine.geometry.storage_dtype.itemsize
-
-
 @contextmanager
-def _adapters(engine: LLMEngine, work: Workload) -> Iterator[list[HostAdapter]]:
+def _adapters(engine: LLMEngine, work: Workload) -> Iterator[list[Adapter]]:
     """The N adapters of the workload; random ones are loaded from PEFT folders as any other is."""
     adapters = engine.list_loras()
+    engine.prepare([engine.lora_request(adapter.name) for adapter in adapters])
     missing = work.num_adapters - len(adapters) if work.uses_adapters else 0
     with tempfile.TemporaryDirectory(prefix="multilora_bench_") as folder:
         if missing:
@@ -243,7 +217,7 @@ def _adapters(engine: LLMEngine, work: Workload) -> Iterator[list[HostAdapter]]:
         yield adapters
 
 
-def _check_pool(engine: LLMEngine, work: Workload, adapters: list[HostAdapter]) -> None:
+def _check_pool(engine: LLMEngine, work: Workload, adapters: list[Adapter]) -> None:
     """Warns where the pool is too small for the workload: then loading and preemption are measured too."""
     num_seqs = min(engine.config.max_num_seqs, work.num_prompts)
     kv = num_seqs * engine.geometry.pages_for_tokens(work.input_len + work.output_len)
@@ -256,11 +230,10 @@ def _check_pool(engine: LLMEngine, work: Workload, adapters: list[HostAdapter]) 
         )  # fmt: skip
 
 
-def _rounds(engine: LLMEngine, work: Workload, adapters: list[HostAdapter]) -> dict[str, list[Run]]:
+def _rounds(engine: LLMEngine, work: Workload, adapters: list[Adapter]) -> dict[str, list[Run]]:
     """An untimed run of each mix, then `rounds` timed ones in turn."""
     ids = (f"bench-{n}" for n in itertools.count())
-    rng = np.random.default_rng(engine.config.seed)
-    prompts = rng.integers(engine.model_config.vocab_size, size=(work.num_prompts, work.input_len)).tolist()
+    prompts = random_prompts(engine, work.num_prompts, work.input_len)
     loras = {
         mix: [
             None if number == BASE else engine.lora_request(adapters[number].name)
@@ -278,30 +251,3 @@ def _rounds(engine: LLMEngine, work: Workload, adapters: list[HostAdapter]) -> d
             name = f"round {number} of {work.rounds}" if number else "warm run"
             logging.info("%s: %s %.1f tokens/s", name, mix, run.tokens_per_second)
     return runs
-
-
-def run_once(
-    engine: LLMEngine,
-    prompts: list[list[int]],
-    loras: list[LoRARequest | None],
-    output_len: int,
-    ids: Iterator[str],
-) -> Run:
-    """Answers all prompts greedily, with `output_len` tokens each."""
-    # Buffers as large as the mix before needed them would slow this one down for a while.
-    engine.runner.rank_rows.reset()
-    before = engine.stats()
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    new_tokens, steps = 0, []
-    start = time.perf_counter()
-    for prompt, lora in zip(prompts, loras, strict=True):
-        engine.add_request(next(ids), prompt, params, lora)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        if outputs:
-            steps.append(frozenset(o.lora_request.lora_name for o in outputs if o.lora_request is not None))
-        new_tokens += sum(len(o.outputs[0].token_ids) for o in outputs if o.finished)
-    seconds = time.perf_counter() - start
-    after = engine.stats()
-    loads, preemptions = after.adapter_loads - before.adapter_loads, after.num_preemptions - before.num_preemptions
-    return Run(seconds, new_tokens, loads, preemptions, steps)

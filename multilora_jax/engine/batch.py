@@ -10,7 +10,7 @@ import numpy as np
 
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingBatch
+from multilora_jax.models.batch import ForwardBatch, SamplingBatch
 from multilora_jax.request import Sequence
 from pallas_kernels.paged_attention.xla import PAGE_CHUNK
 
@@ -77,12 +77,13 @@ def table_width(max_model_len: int, geometry: PoolGeometry) -> int:
     return -(-pages // PAGE_CHUNK) * PAGE_CHUNK
 
 
-def empty_batch(shape: BatchShape, block: int, width: int, lora: LoRARows | None = None) -> ForwardBatch:
-    """A batch of padding only."""
+def empty_batch(shape: BatchShape, block: int, width: int, slots: int = 0) -> ForwardBatch:
+    """A batch of padding only, with room for the factors on `slots` adapters; 0 for a step without."""
     T, S = shape.num_tokens(block), shape.num_rows
     sampling = SamplingBatch(
         index_S=np.zeros(S, np.int32),  # pyright: ignore
         position_S=np.zeros(S, np.int32),  # pyright: ignore
+        vocab_S=np.ones(S, np.int32),  # pyright: ignore
         temperature_S=np.zeros(S, np.float32),  # pyright: ignore
         top_p_S=np.ones(S, np.float32),  # pyright: ignore
         min_p_S=np.zeros(S, np.float32),  # pyright: ignore
@@ -94,12 +95,12 @@ def empty_batch(shape: BatchShape, block: int, width: int, lora: LoRARows | None
         "token_ids_T": np.zeros(T, np.int32),
         "positions_T": np.zeros(T, np.int32),
         "slots_T": np.zeros(T, np.int32),
-        "adapter_T": np.full(T, -1, np.int32),
         "table_SP": np.zeros((S, width), np.int32),
         "decode_chunks": np.int32(0),
         "prefill_chunks": np.int32(0),
+        "mix_SX": np.zeros((S, slots), np.float32) if slots else None,
     }
-    return ForwardBatch(**arrays, sampling=sampling, lora=lora)
+    return ForwardBatch(**arrays, sampling=sampling, lora=None)
 
 
 def build_batch(
@@ -108,7 +109,8 @@ def build_batch(
     geometry: PoolGeometry,
     block: int,
     width: int,
-    adapter_index: Callable[[Any], int],
+    slots: int,
+    slot_of: Callable[[Any], int],
 ) -> BuiltBatch:
     """Fills the arrays of a step.
 
@@ -118,13 +120,14 @@ def build_batch(
         geometry: of the pool.
         block: tokens of a prefill block.
         width: pages of a page table.
-        adapter_index: number of an adapter among the active ones.
+        slots: adapter slots of the active rank rows, 0 for a step without adapters.
+        slot_of: slot of an active adapter.
     """
     num_blocks = sum(-(-n // block) for _, n in step.prefills)
     shape = pick_shape(shapes, len(step.decodes), num_blocks)
-    batch = empty_batch(shape, block, width)
+    batch = empty_batch(shape, block, width, slots)
     S, span = geometry.page_tokens, PAGE_CHUNK * geometry.page_tokens
-    tokens, positions, slots, adapters = batch.token_ids_T, batch.positions_T, batch.slots_T, batch.adapter_T
+    tokens, positions, kv_slots = batch.token_ids_T, batch.positions_T, batch.slots_T
     table: Any = batch.table_SP
     rows: list[tuple[Sequence, int]] = []
     chunks: list[tuple[Sequence, int, int]] = []
@@ -133,8 +136,8 @@ def build_batch(
         position = seq.num_computed_tokens
         tokens[row] = seq.token_ids[position]
         positions[row] = position
-        slots[row] = seq.page_ids[position // S] * S + position % S
-        adapters[row] = -1 if seq.adapter is None else adapter_index(seq.adapter)
+        kv_slots[row] = seq.page_ids[position // S] * S + position % S
+        _mix_row(batch, slice(row, row + 1), seq, slot_of)
         table[row, : len(seq.page_ids)] = seq.page_ids
         _sampling_row(batch, row, row, seq)
         rows.append((seq, row))
@@ -148,9 +151,9 @@ def build_batch(
         where = slice(start, start + count)
         tokens[where] = seq.token_ids[first : first + count]
         positions[where] = position
-        slots[where] = pages[position // S] * S + position % S
-        adapters[where] = -1 if seq.adapter is None else adapter_index(seq.adapter)
+        kv_slots[where] = pages[position // S] * S + position % S
         used = -(-count // block)
+        _mix_row(batch, slice(row, row + used), seq, slot_of)
         table[row : row + used, : len(pages)] = pages
         chunks.append((seq, start, count))
         if first + count == seq.num_tokens:
@@ -164,10 +167,16 @@ def build_batch(
     return BuiltBatch(batch, shape, rows, chunks)
 
 
+def _mix_row(batch: ForwardBatch, rows: slice, seq: Sequence, slot_of: Callable[[Any], int]) -> None:
+    for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
+        batch.mix_SX[rows, slot_of(adapter)] = scale  # pyright: ignore[reportOptionalSubscript]
+
+
 def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> None:
     params, sampling = seq.params, batch.sampling
     sampling.index_S[row] = token
     sampling.position_S[row] = batch.positions_T[token] + 1
+    sampling.vocab_S[row] = seq.vocab_size
     if not params.greedy:
         sampling.temperature_S[row] = min(params.temperature, MAX_TEMPERATURE)
         sampling.top_p_S[row] = params.top_p

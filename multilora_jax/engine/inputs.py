@@ -22,19 +22,20 @@ def continues_text(prompt: Prompt) -> bool:
 
 
 class InputReader:
-    """Prompts to token ids, and parameters against the model.
+    """Prompts to token ids, and parameters against what answers the request.
 
     Args:
         model_config: of the base.
-        tokenizer: None for a model without one.
+        tokenizer: the base's or the adapter's own; None for a model without one.
+        vocab_size: token ids below it exist for the request.
         max_model_len: context in tokens, prompt and answer together.
     """
 
-    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int):
+    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int):
         self.eos_token_ids = frozenset(model_config.eos_token_ids)
         if tokenizer is not None:
             self.eos_token_ids |= frozenset(tokenizer.eos_token_ids)
-        self._vocab_size = model_config.vocab_size
+        self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
 

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
-from multilora_jax.engine import devices
+from multilora_jax.engine.adapter_manager import AdapterManager, Mix
 from multilora_jax.engine.describe import describe
-from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.inputs import InputReader, Prompt, continues_text
 from multilora_jax.engine.interrupts import defer_interrupts
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
-from multilora_jax.engine.model_runner import ModelRunner
 from multilora_jax.engine.output import RequestState
 from multilora_jax.engine.scheduler import Scheduler
-from multilora_jax.engine.step_plan import SchedulerConfig
-from multilora_jax.errors import UnavailableError, UserError
+from multilora_jax.engine.start import load_model
+from multilora_jax.errors import UnavailableError
+from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.cache import AdapterCache
-from multilora_jax.lora.packing import HostAdapter
-from multilora_jax.lora.registry import AdapterRegistry
+from multilora_jax.lora.config import PeftConfig
 from multilora_jax.memory.allocator import PageAllocator, PageKind
-from multilora_jax.models.checkpoint import open_checkpoint, read_config
-from multilora_jax.models.layers import LlamaSpec
-from multilora_jax.models.loader import load_llama
-from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams, Sequence, SequenceStatus
+from multilora_jax.models.base_tensors import BaseTensors
+from multilora_jax.request import FinishReason, LoRARequest, RequestOutput, SamplingParams, Sequence, SequenceStatus
 from multilora_jax.tokenizer import Tokenizer
+
+_LOAD_WAIT_S = 0.02
+"""Longest sleep of a step that has nothing to run because every request waits for its adapter."""
 
 
 class LLMEngine:
@@ -45,119 +42,129 @@ class LLMEngine:
     Args:
         config: see EngineConfig.
         progress: show progress bars while loading and compiling.
+        throttle: emulates slow storage of adapters, see SlowStorage.
 
     Raises:
         ConfigError, NotFoundError: the model or an adapter cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True):
+    def __init__(self, config: EngineConfig, *, progress: bool = True, throttle: Callable[[int], float] | None = None):
         self.config = config
         self.base_name = config.base_name
         self._progress = progress
-        devices.set_compilation_cache(config.compilation_cache_dir)
-        mesh = devices.make_mesh(config.tensor_parallel_size)
-        dummy = config.load_format == "dummy"
-        checkpoint = None if dummy else open_checkpoint(config.model, progress=progress)
-        self.model_config = read_config(Path(config.model)) if checkpoint is None else checkpoint.config
-        self.tokenizer = self._load_tokenizer(checkpoint)
-        self.max_model_len = devices.max_model_len(config, self.model_config)
-        dtype = devices.choose_dtype(config.dtype)
-        num_pages = devices.pool_pages(config, self.model_config, dtype, self.max_model_len, mesh)
-        tp = config.tensor_parallel_size
-        self.geometry = self.model_config.geometry(num_pages, config.page_tokens, tp, dtype)
-        spec = LlamaSpec(
-            self.model_config, self.geometry, config.prefill_block, devices.features_first(dtype),
-            "model" if tp > 1 else None,
-        )  # fmt: skip
-        model = load_llama(
-            spec, self.max_model_len, mesh, checkpoint, seed=config.seed,
-            progress=lambda layers: tqdm(layers, desc="Loading", unit="layer", disable=not progress),
-        )  # fmt: skip
-        release_freed_memory()  # what reading the checkpoint took
-        scheduling = SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill_block=config.prefill_block,
-            max_rank_rows=config.max_rank_rows,
-            max_loras=config.max_loras,
+        parts = load_model(config, progress=progress)
+        self.model_config, self.geometry, self.max_model_len = parts.model_config, parts.geometry, parts.max_model_len
+        self.tokenizer, self.runner = parts.tokenizer, parts.runner
+        self.allocator = PageAllocator(self.geometry.num_pages)
+        self.cache: AdapterCache[Adapter] = AdapterCache(
+            self.allocator, config.max_adapter_pages, policy=config.lora_eviction_policy
         )
-        self.runner = ModelRunner(
-            model,
-            mesh,
-            max_num_seqs=config.max_num_seqs,
-            max_blocks=scheduling.max_prefill_blocks,
-            max_model_len=self.max_model_len,
-            max_rank_rows=config.max_rank_rows if config.enable_lora else 0,
-        )
-        self.allocator = PageAllocator(num_pages)
-        self.cache: AdapterCache[HostAdapter] = AdapterCache(self.allocator, config.max_adapter_pages)
         self.scheduler = Scheduler(
-            scheduling, self.allocator, KVManager(self.allocator, self.geometry, self.cache), self.cache
-        )
-        self.registry = AdapterRegistry(
-            self.model_config,
-            self.geometry,
-            config.max_lora_rank,
-            config.adapter_roots,
-            base_names=[self.base_name],
-            check=self.scheduler.check_adapter,
-            on_replaced=self._retire,
+            parts.scheduling, self.allocator, KVManager(self.allocator, self.geometry, self.cache), self.cache
         )
         # Guards the host's books: an unload from another thread must not meet a step that is being planned.
         self._books = threading.Lock()
+        self.adapters = AdapterManager(
+            config,
+            self.model_config,
+            self.geometry,
+            BaseTensors(self.runner.spec, self.runner.params),
+            self.tokenizer,
+            self.cache,
+            self.scheduler,
+            self._books,
+            forget=self.runner.rank_rows.forget,
+            throttle=throttle,
+        )
         self._requests: dict[str, RequestState] = {}
-        self._users: Counter[HostAdapter] = Counter()
-        self._retired: weakref.WeakSet[HostAdapter] = weakref.WeakSet()
-        self._inputs = InputReader(self.model_config, self.tokenizer, self.max_model_len)
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
         self._failure: BaseException | None = None
         self._compiled_at_warm_up = 0
         for int_id, (name, path) in enumerate(config.lora_modules.items(), 1):
-            self.registry.load(LoRARequest(name, int_id, path), trusted=True)
-
-    def _load_tokenizer(self, checkpoint: Any) -> Tokenizer | None:
-        if checkpoint is not None:
-            tokenizer = checkpoint.load_tokenizer(self.config.tokenizer)
-        else:
-            tokenizer = Tokenizer.from_folder(self.config.tokenizer or self.config.model)
-        return tokenizer
+            self.adapters.register(LoRARequest(name, int_id, path), trusted=True)
 
     # Adapters
 
-    def add_lora(self, request: LoRARequest) -> HostAdapter:
-        """Reads, checks and packs an adapter on the caller's thread and registers it; see AdapterRegistry.load."""
-        self._check_lora_enabled()
-        return self.registry.load(request)
+    def add_lora(self, request: LoRARequest, *, pinned: bool = False) -> Adapter:
+        """Reads, checks and packs an adapter and registers it; see AdapterRegistry.load.
+
+        Args:
+            request: with a path.
+            pinned: bring it into the pool and keep it there; refused, and nothing loaded, where there is no room.
+        """
+        return self.adapters.load(request, pinned=pinned)
+
+    def register_lora(self, request: LoRARequest) -> Adapter:
+        """Gives an adapter a name; its files are read when a request first wants it."""
+        return self.adapters.register(request)
+
+    def add_adapter(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        config: PeftConfig | Mapping[str, Any] | None = None,
+        *,
+        int_id: int | None = None,
+        load_inplace: bool = False,
+    ) -> Adapter:
+        """Registers an adapter from arrays, as a training loop has them: no file is written or read.
+
+        Args:
+            name: unique among adapters, unless load_inplace replaces one.
+            params: a pytree or flat mapping of JAX or numpy arrays, named as PEFT names its tensors; see
+                `weights_from_arrays`.
+            config: PEFT's settings (r, lora_alpha, ...).
+            int_id: its id; the next free one by default.
+
+        Returns:
+            The adapter; its digest is that of the arrays and of the settings.
+
+        Raises:
+            UserError, AdapterError: as `add_lora`.
+        """
+        return self.adapters.add(name, params, config, int_id=int_id, load_inplace=load_inplace)
 
     def remove_lora(self, name: str) -> None:
-        """Forgets an adapter: new requests get NotFoundError, those under way finish, then its pages come free."""
-        self._retire(self.registry.remove(name))
+        """Forgets an adapter: new requests get NotFoundError, those under way finish, then its memory comes free."""
+        self.adapters.remove(name)
 
-    def list_loras(self) -> list[HostAdapter]:
+    def pin_lora(self, name: str) -> None:
+        """Keeps an adapter in the pool; see AdapterManager.pin. `unpin_lora` undoes it."""
+        self.adapters.pin(name)
+
+    def unpin_lora(self, name: str) -> None:
+        """Undoes `pin_lora`."""
+        self.adapters.unpin(name)
+
+    def prepare(self, requests: Iterable[LoRARequest]) -> None:
+        """Loads, in parallel, what the requests name and was never loaded; blocks. Raises for the first bad one."""
+        self.adapters.prepare(requests)
+
+    def list_loras(self) -> list[Adapter]:
         """Registered adapters in the order of their registration."""
-        return self.registry.list()
+        return self.adapters.registry.list()
+
+    def adapter_states(self) -> dict[str, str]:
+        """Where the adapter of each name is: "registered" (on disk only), "host", "loading" or "resident"."""
+        return self.adapters.states()
 
     def lora_request(self, name: str) -> LoRARequest:
         """The LoRARequest of a registered name; NotFoundError names the closest."""
-        adapter = self.registry.get(name)
-        return LoRARequest(adapter.name, adapter.int_id, adapter.path)
+        adapter = self.adapters.registry.get(name)
+        return LoRARequest(name, adapter.int_id, adapter.path)
 
-    def _check_lora_enabled(self) -> None:
-        if not self.config.enable_lora:
-            raise UserError(
-                "this server runs without adapters (enable_lora is false)", reason="lora_disabled", param="model"
-            )
+    def tokenizer_for(self, lora_request: Mix) -> Tokenizer | None:
+        """The tokenizer of requests on these adapters; they are loaded if they never were."""
+        return self.adapters.tokenizer_for(self.adapters.resolve(lora_request)[0])
 
-    def _retire(self, adapter: HostAdapter) -> None:
-        with self._books:
-            self._retired.add(adapter)
-            self.cache.drop(adapter)
-            self._forget_if_unused(adapter)
+    def chat_template_for(self, lora_request: Mix) -> str | None:
+        """The chat template that one of these adapters brings, None for the base's."""
+        return self.adapters.chat_template_for(self.adapters.resolve(lora_request)[0])
 
-    def _forget_if_unused(self, adapter: HostAdapter) -> None:
-        if adapter in self._retired and adapter not in self._users:
-            self.runner.rank_rows.forget(adapter)
+    def vocab_limit(self, lora_request: Mix) -> int:
+        """Token ids below it exist for requests on these adapters."""
+        return self.adapters.vocab_size(self.adapters.resolve(lora_request)[0])
 
     # Requests
 
@@ -166,7 +173,7 @@ class LLMEngine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
-        lora_request: LoRARequest | None = None,
+        lora_request: Mix = None,
         priority: int = 0,
     ) -> None:
         """Queues a request.
@@ -175,44 +182,39 @@ class LLMEngine:
             request_id: unique among live requests.
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             params: sampling parameters; max_tokens None means up to the context's end.
-            lora_request: the adapter, None for the base.
+            lora_request: the adapter; a list of several, each with its scale, for their weighted sum; None for the
+                base.
             priority: lower runs earlier.
 
         Raises:
             UserError: bad input, named; nothing was changed.
         """
         self._check_alive()
-        text, token_ids = self._inputs.read_prompt(prompt)
-        self._inputs.check_params(params)
-        self._inputs.check_priority(priority)
-        adapter = None
-        if lora_request is not None:
-            if not isinstance(lora_request, LoRARequest):
-                raise UserError(
-                    f"lora_request must be a LoRARequest, not {type(lora_request).__name__}",
-                    reason="bad_lora_request", param="lora_request",
-                )  # fmt: skip
-            self._check_lora_enabled()
-            adapter = self.registry.resolve(lora_request)
+        adapters, scales = self.adapters.resolve(lora_request)
+        tokenizer, vocab_size = self.adapters.tokenizer_for(adapters), self.adapters.vocab_size(adapters)
+        inputs = InputReader(self.model_config, tokenizer, vocab_size, self.max_model_len)
+        text, token_ids = inputs.read_prompt(prompt)
+        inputs.check_params(params)
+        inputs.check_priority(priority)
         room = self.max_model_len - len(token_ids)
         seq = Sequence(
             request_id=request_id,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             params=params,
-            adapter=adapter,
-            eos_token_ids=frozenset() if params.ignore_eos else self._inputs.eos_token_ids,
+            adapters=adapters,
+            adapter_scales=scales,
+            vocab_size=vocab_size,
+            eos_token_ids=frozenset() if params.ignore_eos else inputs.eos_token_ids,
             max_total_tokens=len(token_ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             priority=priority,
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed & (2**64 - 1),
         )
         with self._books:
             self.scheduler.add(seq)
-            self._requests[request_id] = RequestState(
-                seq, text, lora_request, self.tokenizer, continues_text=continues_text(prompt)
-            )
-            if adapter is not None:
-                self._users[adapter] += 1
+            self.adapters.enter(seq)
+            continues = continues_text(prompt)
+            self._requests[request_id] = RequestState(seq, text, lora_request, tokenizer, continues_text=continues)
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a live request; its pages are free when this returns. False if the id is not live."""
@@ -221,12 +223,12 @@ class LLMEngine:
             if state is None:
                 return False
             self.scheduler.abort(request_id)
-            self._leave(state)
+            self.adapters.leave(state.seq)
             return True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self._requests)
+        return bool(self._requests) or self.adapters.has_transfers
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs, cumulative, of the requests that got a token or ended.
@@ -252,11 +254,15 @@ class LLMEngine:
     def _step(self) -> list[RequestOutput]:
         start = time.perf_counter()
         with self._books:
+            failed = self._fail_sequences()
+            self.runner.write_pages(self.adapters.before_step())
             plan = self.scheduler.schedule()
-            if plan is None:
-                return []
-            self.runner.write_pages(self.cache.take_pending_writes())
-            built, output = self.runner.execute(plan, self.cache.pages_of)
+            if plan is not None:
+                built, output = self.runner.execute(plan, self.cache.pages_of)
+        if plan is None:
+            if not failed and (self.scheduler.waits_for_loads or self.adapters.has_transfers):
+                self.adapters.reader.wait(_LOAD_WAIT_S)  # whatever there is to do waits for an adapter's files
+            return failed
         wants = any(self._requests[s.request_id].wants_prompt_logprobs for s, _, _ in built.chunks)
         hidden = np.asarray(output.hidden) if wants else None
         tokens = np.asarray(output.token_S)
@@ -272,7 +278,7 @@ class LLMEngine:
                 if hidden is not None and self._requests[seq.request_id].wants_prompt_logprobs:
                     self._take_prompt_logprobs(seq, hidden, first, count)
                 seq.num_computed_tokens += count
-            outputs = []
+            outputs = failed
             for seq, row in built.rows:
                 state = self._requests[seq.request_id]
                 if seq.num_tokens == seq.num_prompt_tokens:  # its first token: the prompt counts once, here
@@ -282,10 +288,21 @@ class LLMEngine:
                 if state.finish_reason is not None:
                     self.scheduler.finish(seq, state.finish_reason)
                     del self._requests[seq.request_id]
-                    self._leave(state)
+                    self.adapters.leave(seq)
                 outputs.append(state.output(now))
         self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - start
+        return outputs
+
+    def _fail_sequences(self) -> list[RequestOutput]:
+        """Ends the requests whose adapter could not be read again."""
+        outputs = []
+        for seq, error in self.adapters.failed_sequences():
+            state = self._requests.pop(seq.request_id)
+            self.scheduler.finish(seq, FinishReason.ERROR)
+            self.adapters.leave(seq)
+            state.fail(error)
+            outputs.append(state.output(time.monotonic()))
         return outputs
 
     def _take_prompt_logprobs(self, seq: Sequence, hidden: np.ndarray, first: int, count: int) -> None:
@@ -296,15 +313,7 @@ class LLMEngine:
         begin, end = max(begin, known), min(end, seq.num_prompt_tokens)
         if begin < end:
             offset = first + begin - 1 - seq.num_computed_tokens
-            state.add_prompt_logprobs(self.runner.prompt_logprobs(hidden, offset, seq.token_ids[begin:end]), begin)
-
-    def _leave(self, state: RequestState) -> None:
-        adapter = state.seq.adapter
-        if adapter is not None:
-            self._users[adapter] -= 1
-            if not self._users[adapter]:
-                del self._users[adapter]
-            self._forget_if_unused(adapter)
+            state.add_prompt_logprobs(self.runner.prompt_logprobs(seq, hidden, offset, seq.token_ids[begin:end]), begin)
 
     # Start and figures
 
@@ -318,23 +327,17 @@ class LLMEngine:
         with self._books:
             s = self._stats
             s.num_running, s.num_waiting = self.scheduler.num_running, self.scheduler.num_waiting
-            running: Counter[str] = Counter()
-            waiting: Counter[str] = Counter()
+            running, waiting = Counter[str](), Counter[str]()
             for state in self._requests.values():
-                if state.seq.adapter is not None:
-                    where = running if state.seq.status is SequenceStatus.RUNNING else waiting
-                    where[state.seq.adapter.name] += 1
+                where = running if state.seq.status is SequenceStatus.RUNNING else waiting
+                where.update(adapter.name for adapter in state.seq.adapters)
             s.running_by_adapter, s.waiting_by_adapter = dict(running), dict(waiting)
-            a = self.allocator
-            s.pages_total, s.pages_free = a.num_total, a.num_free
-            s.pages_kv, s.pages_adapter = a.count(PageKind.KV), a.count(PageKind.ADAPTER)
-            c = self.cache
-            s.adapter_hits, s.adapter_misses = c.hits, c.misses
-            s.adapter_loads, s.adapter_evictions = c.loads, c.evictions
+            s.pages_total, s.pages_free = self.allocator.num_total, self.allocator.num_free
+            s.pages_kv, s.pages_adapter = map(self.allocator.count, (PageKind.KV, PageKind.ADAPTER))
+            self.adapters.fill(s)
             s.adapter_load_bytes = self.runner.loaded_bytes
             s.num_preemptions = self.scheduler.num_preemptions
             s.compilations = self.runner.num_compilations - self._compiled_at_warm_up
-            s.resident = [(x.name, x.rank, c.is_pinned(x)) for x in c.residents()]
             return EngineStats(**vars(s))
 
     def check_integrity(self) -> None:

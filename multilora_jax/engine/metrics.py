@@ -16,11 +16,16 @@ class EngineStats:
         pages_free, pages_kv, pages_adapter: pages now, by kind; they add up to pages_total.
         adapter_hits, adapter_misses: requests that found their adapter resident, and that did not.
         adapter_loads, adapter_evictions: copies of an adapter into the pool, and removals to make room.
-        adapter_load_bytes: bytes copied by those loads.
+        adapter_load_bytes: bytes copied from host memory into the pool for adapters.
+        registered_adapters: names that a request may give now; most may be on disk only.
+        host_adapters, host_adapter_bytes: adapters kept in host memory now, and the bytes of their pages.
+        host_evictions: adapters removed from host memory to make room.
         num_preemptions: sequences put back in the queue because pages ran out.
         prompt_tokens, generation_tokens: tokens prefilled and tokens generated.
         compilations: programs compiled after warm-up (0 in a healthy server).
-        resident: (name, rank, pinned) of each adapter in the pool now.
+        tiers: (name, rank, tier, pinned) of each registered adapter that is in memory now; the tier is "resident" (in
+            the pool), "loading" (on its way there) or "host". A name is there once, in the version that new requests
+            get; neither is one there that is only on disk, nor a version that was unloaded or replaced.
         steps: device steps run; step_seconds: seconds spent in them.
     """
 
@@ -37,10 +42,19 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapter_load_bytes: int = 0
+    registered_adapters: int = 0
+    host_adapters: int = 0
+    host_adapter_bytes: int = 0
+    host_evictions: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     compilations: int = 0
-    resident: list[tuple[str, int, bool]] = field(default_factory=list)
+    tiers: list[tuple[str, int, str, bool]] = field(default_factory=list)
     steps: int = 0
     step_seconds: float = 0.0
+
+    @property
+    def resident(self) -> list[tuple[str, int, bool]]:
+        """(name, rank, pinned) of each adapter that is in the pool now."""
+        return [(name, rank, pinned) for name, rank, tier, pinned in self.tiers if tier == "resident"]

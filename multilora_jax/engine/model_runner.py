@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,17 +16,20 @@ from tqdm import tqdm
 from multilora_jax.engine.batch import BatchShape, BuiltBatch, batch_shapes, build_batch, empty_batch, table_width
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.programs import Programs
-from multilora_jax.engine.rank_rows import ROW_BLOCK, RankRows, row_buckets
+from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, RankRows, RowPlan, num_slots, row_buckets
 from multilora_jax.engine.step_plan import ScheduledStep
-from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.engine.vocab_tables import vocab_tables
+from multilora_jax.lora.adapter import Adapter
+from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
-from multilora_jax.models.batch import ForwardBatch, LayerRows, LoRARows
+from multilora_jax.models.batch import ExtraTables, ForwardBatch, LayerRows, LoRARows, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
-from multilora_jax.models.llama import Llama
+from multilora_jax.models.llama import Llama, vocab_inputs
 from multilora_jax.models.sampler import StepOutput
+from multilora_jax.request import Sequence
 
-PagesOf = Callable[[HostAdapter], list[int]]
+PagesOf = Callable[[Adapter], list[int]]
 
 
 class ModelRunner:
@@ -52,10 +56,13 @@ class ModelRunner:
         self.shapes = batch_shapes(max_num_seqs, max_blocks)
         self.width = table_width(max_model_len, self.spec.geometry)
         self.rank_rows = RankRows(row_buckets(max_rank_rows) if max_rank_rows else [], self.spec.config.num_layers)
-        self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width)
+        self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *self.rank_rows.buckets)))
         self.loaded_bytes = 0
         self._row_layers: list[LayerRows] = []
-        self._row_tables: LoRARows | None = None  # owners and scales, no layers
+        self._host_tables = HostTables.empty(self.spec.config.num_layers, 0)
+        self._row_tables: LoRARows | None = None  # of _host_tables, without layers and extras
+        self._extra: ExtraTables | None = None  # of _host_tables and _vocab_key
+        self._vocab_key: list[Any] = []
         group = self.programs.group
         # Layer indices live on the device: passing one must not cost a transfer at every step.
         self._groups = [
@@ -73,12 +80,14 @@ class ModelRunner:
         keys: list[tuple[Any, ...]] = []
         for rows in (0, *self.rank_rows.buckets):
             for shape in self.shapes:
-                keys += [("begin", shape, rows), ("layers", shape, rows)]
-        keys += [("finish", shape) for shape in self.shapes] + [("logprobs",)]
+                keys += [("begin", shape, rows, False), ("layers", shape, rows, False)]
+        keys += [("finish", shape, False) for shape in self.shapes] + [("logprobs", False)]
         for rows in self.rank_rows.buckets:
             keys += [("insert", rows), ("rows", rows)]
-        if self.rank_rows.buckets:
-            keys.append(("write_page",))
+        for rows in self.rank_rows.buckets[-1:]:
+            keys += [("write_page",), ("logprobs", True)]
+            for shape in self.shapes:
+                keys += [("begin", shape, rows, True), ("layers", shape, rows, True), ("finish", shape, True)]
         pool = ThreadPoolExecutor(threads)
         try:
             futures = [pool.submit(self.programs.get, *key) for key in keys]
@@ -89,16 +98,15 @@ class ModelRunner:
         finally:
             pool.shutdown(cancel_futures=True)  # an interrupt waits for the programs under way only
         for shape in (self.shapes[0], self.shapes[-1]):
-            self._run(empty_batch(shape, self.spec.prefill_block, self.width), shape, 0).token_S.block_until_ready()
+            batch = empty_batch(shape, self.spec.prefill_block, self.width)
+            self._run(batch, shape, 0, False).token_S.block_until_ready()
 
-    def write_pages(self, writes: list[tuple[HostAdapter, list[int]]]) -> None:
-        """Copies adapters into the pages they were given."""
-        for adapter, page_ids in writes:
-            program = self.programs.get("write_page")
-            pages = adapter.pages.reshape(*adapter.pages.shape[:2], -1)
-            for page, page_id in zip(pages, page_ids, strict=True):
-                self.pool = program(self.pool, self._put(page, P(None, "model")), self._put(np.int32(page_id)))
-            self.loaded_bytes += adapter.pages.nbytes
+    def write_pages(self, writes: Iterable[tuple[PageWrite, np.ndarray]]) -> None:
+        """Copies pages of adapters (uint[L, TP, E/TP] each) into the pages that they were given."""
+        for write, page in writes:
+            program, flat = self.programs.get("write_page"), page.reshape(len(page), -1)
+            self.pool = program(self.pool, self._put(flat, P(None, "model")), self._put(np.int32(write.page_id)))
+            self.loaded_bytes += page.nbytes
 
     def execute(self, step: ScheduledStep, pages_of: PagesOf) -> tuple[BuiltBatch, StepOutput]:
         """Runs a step; the result is on its way when this returns.
@@ -107,16 +115,20 @@ class ModelRunner:
             step: from the scheduler.
             pages_of: page ids of a resident adapter.
         """
-        rows = self._activate(step.adapters, pages_of)
+        plan = self._activate(step.adapters, pages_of)
         built = build_batch(
-            step, self.shapes, self.spec.geometry, self.spec.prefill_block, self.width, self.rank_rows.index_of
-        )
-        return built, self._run(built.batch, built.shape, rows)
+            step, self.shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
+            self.rank_rows.index_of,
+        )  # fmt: skip
+        return built, self._run(built.batch, built.shape, plan.bucket, plan.extended)
 
-    def prompt_logprobs(self, hidden: np.ndarray, start: int, targets: list[int]) -> list[tuple[Any, ...]]:
-        """Log-probabilities of given next tokens.
+    def prompt_logprobs(
+        self, seq: Sequence, hidden: np.ndarray, start: int, targets: list[int]
+    ) -> list[tuple[Any, ...]]:
+        """Log-probabilities of given next tokens of a sequence of the step that was executed last.
 
         Args:
+            seq: the sequence.
             hidden: StepOutput.hidden on the host.
             start: index in T of the position before the first target.
             targets: token ids.
@@ -125,7 +137,13 @@ class ModelRunner:
             per target (logprob, rank, top_ids, top_logprobs).
         """
         block, axis = self.spec.prefill_block, 1 - self.spec.feature_axis
-        program = self.programs.get("logprobs")
+        extended = any(adapter.layout.vocab is not None for adapter in seq.adapters)
+        program, vocab = self.programs.get("logprobs", extended), None
+        if extended and self._extra is not None:
+            mix_SX = np.zeros((block, num_slots(self.rank_rows.bucket)), np.float32)
+            for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
+                mix_SX[:, self.rank_rows.index_of(adapter)] = scale
+            vocab = VocabInputs(self.pool, self._extra.vocab, self._put(mix_SX))
         result: list[tuple[Any, ...]] = []
         for first in range(0, len(targets), block):
             part = targets[first : first + block]
@@ -133,22 +151,25 @@ class ModelRunner:
             ids = np.zeros(block, np.int32)
             ids[: len(part)] = part
             taken = np.ascontiguousarray(np.take(hidden, indices, axis))
-            values = program(self.params["top"], self._put(taken), self._put(ids))
+            arrays = self._put((taken, ids, np.full(block, seq.vocab_size, np.int32)))
+            values = program(self.params["top"], *arrays, vocab)
             result += list(zip(*(np.asarray(v)[: len(part)] for v in values), strict=True))
         return result
 
-    def _run(self, batch: ForwardBatch, shape: BatchShape, rows: int) -> StepOutput:
-        batch.lora = self._row_tables if rows else None
+    def _run(self, batch: ForwardBatch, shape: BatchShape, rows: int, extended: bool) -> StepOutput:
         batch = self._put(batch)
-        x, inputs = self.programs.get("begin", shape, rows)(self.params["top"], batch)
-        layers = self.programs.get("layers", shape, rows)
-        no_rows = [None] * self.programs.group
+        if rows and self._row_tables is not None:
+            batch.lora = replace(self._row_tables, extra=self._extra if extended else None)
+        top, programs, vocab = self.params["top"], self.programs, vocab_inputs(self.pool, batch)
+        x, inputs = programs.get("begin", shape, rows, extended)(top, batch, vocab)
+        layers = programs.get("layers", shape, rows, extended)
+        no_rows = [None] * programs.group
         for weights, where, first in self._groups:
             x, self.pool = layers(weights, self._row_layers[where] if rows else no_rows, self.pool, first, x, inputs)
-        return self.programs.get("finish", shape)(self.params["top"], x, batch.sampling)
+        return programs.get("finish", shape, extended)(top, x, batch.sampling, vocab_inputs(self.pool, batch))
 
-    def _activate(self, adapters: list[HostAdapter], pages_of: PagesOf) -> int:
-        """Brings the adapters' rank rows into the buffers; returns the number of buffer rows, 0 without adapters."""
+    def _activate(self, adapters: list[Adapter], pages_of: PagesOf) -> RowPlan:
+        """Brings the adapters' rank rows into the buffers and the tables up to date."""
         plan = self.rank_rows.plan(adapters)
         if plan.rebuild:
             self._row_layers = []  # free the old buffers before the new ones are made
@@ -156,8 +177,19 @@ class ModelRunner:
         for adapter, first_row, buffer_row in plan.copies:
             self._insert(plan.bucket, self._row_units(adapter, first_row, np.asarray(pages_of(adapter))), buffer_row)
         if plan.changed:
-            self._row_tables = LoRARows([], *self._put(self.rank_rows.tables()))
-        return plan.bucket
+            host = self._host_tables = self.rank_rows.tables()
+            owner_R, scale_LMR, const_LMR = self._put((host.owner_R, host.scale_LMR, host.const_LMR))
+            self._row_tables = LoRARows([], owner_R, scale_LMR, const_LMR, None)
+            self._extra = None
+        if plan.extended:
+            # An adapter may have been evicted and loaded again to other pages since its rows were copied.
+            key = [(adapter, list(pages_of(adapter))) for adapter in adapters if adapter.layout.vocab is not None]
+            if self._extra is None or key != self._vocab_key:
+                host, slots, g = self._host_tables, num_slots(plan.bucket), self.spec.geometry
+                vocab: Any = vocab_tables(adapters, pages_of, self.rank_rows.index_of, g.num_pages, slots)
+                self._extra = ExtraTables(*self._put((host.gain_LMR, host.norm_L2R, vocab)))
+                self._vocab_key = key
+        return plan
 
     def _insert(self, rows: int, units: tuple[list[np.ndarray], list[np.ndarray]], buffer_row: int) -> None:
         program, start = self.programs.get("insert", rows), self._put(np.int32(buffer_row))
@@ -169,13 +201,13 @@ class ModelRunner:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))
 
     def _row_units(
-        self, adapter: HostAdapter, first_row: int, page_ids: np.ndarray
+        self, adapter: Adapter, first_row: int, page_ids: np.ndarray
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Unit addresses of ROW_BLOCK rank rows of every module; unit 0 of the pool where there is no such row."""
         addresses = self.spec.geometry.unit_addresses
         a_units, b_units = [], []
         for m in range(len(MODULES)):
-            a, b = adapter.row_units(m, first_row, ROW_BLOCK)
+            a, b = adapter.layout.row_units(m, first_row, ROW_BLOCK)
             a_units.append(np.maximum(addresses(page_ids, a), 0))
             b_units.append(np.maximum(addresses(page_ids, b), 0))
         return a_units, b_units

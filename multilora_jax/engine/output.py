@@ -25,7 +25,7 @@ class RequestState:
         seq: the sequence.
         prompt: its text, None if it came as token ids.
         lora_request: as given by the caller.
-        tokenizer: None for a model without one.
+        tokenizer: that of the request's adapter or of the base; None for a model without one.
         continues_text: the output goes on from the prompt's text, so that a space before its first word is kept.
     """
 
@@ -33,7 +33,7 @@ class RequestState:
         self,
         seq: Sequence,
         prompt: str | None,
-        lora_request: LoRARequest | None,
+        lora_request: LoRARequest | list[LoRARequest] | None,
         tokenizer: Tokenizer | None,
         *,
         continues_text: bool = True,
@@ -42,6 +42,7 @@ class RequestState:
         self.prompt = prompt
         self.lora_request = lora_request
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if seq.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -86,6 +87,11 @@ class RequestState:
         if self.finish_reason is not None:
             self._detokenizer.finish()
 
+    def fail(self, error: Exception) -> None:
+        """Ends the request without another token."""
+        self.error, self.finish_reason = error, FinishReason.ERROR
+        self._detokenizer.finish()
+
     def add_prompt_logprobs(self, values: Iterable[tuple[Any, ...]], first: int) -> None:
         """Records the prompt tokens from position `first` on (the next one not yet recorded)."""
         assert self.prompt_logprobs is not None
@@ -124,6 +130,7 @@ class RequestState:
             seq.arrival_time, seq.first_scheduled_time, seq.first_token_time, now if finished else None,
             seq.num_preemptions,
         )  # fmt: skip
+        digests = tuple(adapter.digest for adapter in seq.adapters)
         return RequestOutput(
             request_id=seq.request_id,
             prompt=self.prompt,
@@ -133,5 +140,7 @@ class RequestState:
             finished=finished,
             metrics=metrics,
             lora_request=self.lora_request,
-            adapter_digest=None if seq.adapter is None else seq.adapter.digest,
+            adapter_digest=digests[0] if len(digests) == 1 else None,
+            adapter_digests=digests,
+            error=self.error,
         )

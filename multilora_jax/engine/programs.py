@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,15 +22,24 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
-from multilora_jax.engine.rank_rows import ROW_BLOCK
+from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
+from multilora_jax.engine.vocab_tables import empty_tables
 from multilora_jax.memory.geometry import MODULES, PoolGeometry
 from multilora_jax.memory.pool import POOL_SPEC, write_page
-from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows, LoRARows, SamplingBatch
-from multilora_jax.models.layers import LlamaSpec, rms_norm
-from multilora_jax.models.llama import begin, compute_logits, decoder_layer, take_tokens
+from multilora_jax.models.batch import (
+    ExtraTables,
+    ForwardBatch,
+    LayerInputs,
+    LayerRows,
+    LoRARows,
+    SamplingBatch,
+    VocabInputs,
+)
+from multilora_jax.models.layers import LlamaSpec
+from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
 from multilora_jax.models.loader import param_specs
 from multilora_jax.models.rows import LAYER_ROWS_SPEC, insert_rows, make_rows
-from multilora_jax.models.sampler import StepOutput, sample, token_logprobs
+from multilora_jax.models.sampler import StepOutput, mask_vocabulary, sample, token_logprobs
 
 MAX_CPU_GROUP = 4
 """Most layers of one program on a CPU."""
@@ -52,18 +62,30 @@ def run_layers(
     return x, pool
 
 
-def finish(top: dict[str, jax.Array], x: jax.Array, sampling: SamplingBatch, *, spec: LlamaSpec) -> StepOutput:
-    """Head and sampling of the rows that sample."""
-    hidden = rms_norm(spec, x, top["final_norm"])
-    logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec)
+def finish(
+    top: dict[str, jax.Array], x: jax.Array, sampling: SamplingBatch, vocab: VocabInputs | None, *, spec: LlamaSpec
+) -> StepOutput:
+    """Last norm, head and sampling of the rows that sample."""
+    hidden = final_hidden(top, x, vocab, spec=spec)
+    logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
+    logits_SV = mask_vocabulary(logits_SV, sampling.vocab_S)
     token_S = sample(logits_SV, sampling)
     wanted = jnp.any(sampling.num_logprobs_S >= 0)
     return StepOutput(token_S, *token_logprobs(logits_SV, token_S, wanted), hidden)
 
 
-def block_logprobs(top: dict[str, jax.Array], hidden: jax.Array, target_Q: jax.Array, *, spec: LlamaSpec) -> Any:
+def block_logprobs(
+    top: dict[str, jax.Array],
+    hidden: jax.Array,
+    target_Q: jax.Array,
+    vocab_Q: jax.Array,
+    vocab: VocabInputs | None,
+    *,
+    spec: LlamaSpec,
+) -> Any:
     """token_logprobs of the positions of one prefill block; hidden in the activation layout."""
-    return token_logprobs(compute_logits(top, hidden, spec=spec), target_Q, jnp.bool_(True))
+    logits_QV = mask_vocabulary(compute_logits(top, hidden, spec=spec, vocab=vocab), vocab_Q)
+    return token_logprobs(logits_QV, target_Q, jnp.bool_(True))
 
 
 def layer_group(num_layers: int, platform: str) -> int:
@@ -81,29 +103,34 @@ class Programs:
         params: Llama.params(), for their shapes.
         pool: the pool, for its shape.
         table_width: pages of a page table.
+        max_rows: the most rank rows of a step.
 
     Attributes:
         num_compilations: programs compiled, or loaded from the persistent cache, so far.
         group: layers of one `layers` program.
     """
 
-    def __init__(self, spec: LlamaSpec, mesh: Mesh, params: dict[str, Any], pool: jax.Array, table_width: int):
+    def __init__(
+        self, spec: LlamaSpec, mesh: Mesh, params: dict[str, Any], pool: jax.Array, table_width: int, max_rows: int
+    ):
         self.spec = spec
         self.mesh = mesh
         self.group = layer_group(spec.config.num_layers, mesh.devices.flat[0].platform)
         self.num_compilations = 0
         self._params = params
         self._specs = param_specs(spec)
-        self._pool = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
+        self._pool: Any = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
         self._table_width = table_width
+        self._max_rows = max_rows
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
 
     def get(self, *key: Any) -> Any:
         """The program of a key, compiled now if it never was.
 
-        Keys: ("begin" | "layers", shape, rows), ("finish", shape), ("insert" | "rows", rows), ("write_page",),
-        ("logprobs",), where rows is the number of active rank rows.
+        Keys: ("begin" | "layers", shape, rows, extended), ("finish", shape, extended), ("insert" | "rows", rows),
+        ("write_page",), ("logprobs", extended), where rows is the number of active rank rows; an extended step has an
+        adapter with gains, norms or changes of the vocabulary, and always the most rows.
         """
         program = self._programs.get(key)
         if program is None:
@@ -119,24 +146,35 @@ class Programs:
             fn = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(fn, donate_argnums=donate)
 
-    def _batch(self, shape: BatchShape, rows: int) -> ForwardBatch:
-        batch = self.abstract(empty_batch(shape, self.spec.prefill_block, self._table_width))
+    def _batch(self, shape: BatchShape, rows: int, extended: bool) -> ForwardBatch:
+        spec = self.spec
+        batch = self.abstract(empty_batch(shape, spec.prefill_block, self._table_width, num_slots(rows)))
         if rows:
-            scale_LMR = np.zeros((self.spec.config.num_layers, len(MODULES), rows), np.float32)
-            batch.lora = LoRARows([], *self.abstract((np.zeros(rows, np.int32), scale_LMR)))
+            tables = self.abstract(vars(HostTables.empty(spec.config.num_layers, rows)))
+            extra = None
+            if extended:
+                vocab = self.abstract(empty_tables(spec.geometry.num_pages, num_slots(rows)))
+                extra = ExtraTables(tables["gain_LMR"], tables["norm_L2R"], vocab)
+            batch.lora = LoRARows([], tables["owner_R"], tables["scale_LMR"], tables["const_LMR"], extra)
         return batch
 
-    def _begin(self, shape: BatchShape, rows: int) -> Any:
-        fn = self._jit(functools.partial(begin, spec=self.spec), (self._specs["top"], P()), P())
-        return fn.lower(self._params["top"], self._batch(shape, rows))
+    def _begin(self, shape: BatchShape, rows: int, extended: bool) -> Any:
+        batch = self._batch(shape, rows, extended)
+        fn = self._jit(
+            functools.partial(begin, spec=self.spec), (self._specs["top"], P(), self._vocab_specs(extended)), P()
+        )
+        return fn.lower(self._params["top"], batch, vocab_inputs(self._pool, batch))
 
-    def _layers(self, shape: BatchShape, rows: int) -> Any:
+    @staticmethod
+    def _vocab_specs(extended: bool) -> Any:
+        specs: Any = (POOL_SPEC, P(), P())
+        return VocabInputs(*specs) if extended else None
+
+    def _layers(self, shape: BatchShape, rows: int, extended: bool) -> Any:
         n, layers = self.group, self._params["layers"]
-        local = jax.eval_shape(
-            functools.partial(begin, spec=LlamaSpec(**{**vars(self.spec), "axis_name": None})),
-            self._params["top"], self._batch(shape, rows),
-        )  # fmt: skip
-        x, inputs = self.abstract(local)
+        local = functools.partial(begin, spec=replace(self.spec, axis_name=None))
+        # What adapters do to the embedding changes no shape.
+        x, inputs = self.abstract(jax.eval_shape(local, self._params["top"], self._batch(shape, rows, extended), None))
         row_buffers = self._row_buffers(rows)[:n] if rows else [None] * n
         row_specs = [LAYER_ROWS_SPEC if rows else None] * n
         fn = self._jit(
@@ -147,12 +185,13 @@ class Programs:
         )
         return fn.lower(layers[:n], row_buffers, self._pool, self.abstract(np.int32(0)), x, inputs)
 
-    def _finish(self, shape: BatchShape) -> Any:
+    def _finish(self, shape: BatchShape, extended: bool) -> Any:
         tokens, width = shape.num_tokens(self.spec.prefill_block), self.spec.config.hidden_size
         x = np.zeros((width, tokens) if self.spec.features_first else (tokens, width), np.float32)
-        sampling = empty_batch(shape, self.spec.prefill_block, self._table_width).sampling
-        fn = self._jit(functools.partial(finish, spec=self.spec), (self._specs["top"], P(), P()), P())
-        return fn.lower(self._params["top"], *self.abstract((x, sampling)))
+        batch = self._batch(shape, self._max_rows if extended else 0, extended)
+        specs = (self._specs["top"], P(), P(), self._vocab_specs(extended))
+        fn = self._jit(functools.partial(finish, spec=self.spec), specs, P())
+        return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch))
 
     def _insert(self, rows: int) -> Any:
         specs = [LAYER_ROWS_SPEC] * self.group
@@ -173,11 +212,15 @@ class Programs:
         page = np.zeros((g.num_layers, g.page_elements), g.storage_dtype)
         return write_page.lower(self._pool, self.abstract(page, P(None, "model")), self.abstract(np.int32(0)))
 
-    def _logprobs(self) -> Any:
+    def _logprobs(self, extended: bool) -> Any:
         width, block = self.spec.config.hidden_size, self.spec.prefill_block
         hidden = np.zeros((width, block) if self.spec.features_first else (block, width), self.spec.dtype)
-        fn = self._jit(functools.partial(block_logprobs, spec=self.spec), (self._specs["top"], P(), P()), P())
-        return fn.lower(self._params["top"], *self.abstract((hidden, np.zeros(block, np.int32))))
+        # One row for each position.
+        batch = self._batch(BatchShape(0, block), self._max_rows if extended else 0, extended)
+        specs = (self._specs["top"], P(), P(), P(), self._vocab_specs(extended))
+        fn = self._jit(functools.partial(block_logprobs, spec=self.spec), specs, P())
+        arrays = self.abstract((hidden, np.zeros(block, np.int32), np.zeros(block, np.int32)))
+        return fn.lower(self._params["top"], *arrays, vocab_inputs(self._pool, batch))
 
     def _row_buffers(self, rows: int) -> list[LayerRows]:
         shapes = jax.eval_shape(functools.partial(make_rows, self.spec, rows))

@@ -29,13 +29,33 @@ class RowPlan:
         bucket: rows of the buffers; 0 when no adapter is in the step.
         rebuild: the buffers are replaced by fresh ones of `bucket` rows.
         copies: (adapter, first rank row, first buffer row) of each block of ROW_BLOCK rows to copy from the pool.
-        changed: owners and scales are to be uploaded again.
+        changed: the tables are to be uploaded again.
+        extended: an adapter of the step changes more than LoRA rows and biases can.
     """
 
     bucket: int
+    extended: bool = False
     rebuild: bool = False
     copies: list[tuple[Any, int, int]] = field(default_factory=list)
     changed: bool = False
+
+
+@dataclass(frozen=True)
+class HostTables:
+    """What each of the R buffer rows is (numpy; see LoRARows and ExtraTables)."""
+
+    owner_R: np.ndarray
+    scale_LMR: np.ndarray
+    const_LMR: np.ndarray
+    gain_LMR: np.ndarray
+    norm_L2R: np.ndarray
+
+    @classmethod
+    def empty(cls, num_layers: int, num_rows: int) -> HostTables:
+        """Tables of rows that are all free."""
+        owner_R = np.full(num_rows, -2, np.int32)
+        scale_LMR, const_LMR, gain_LMR = np.zeros((3, num_layers, len(MODULES), num_rows), np.float32)
+        return cls(owner_R, scale_LMR, const_LMR, gain_LMR, np.zeros((num_layers, 2, num_rows), np.float32))
 
 
 class RankRows:
@@ -55,7 +75,7 @@ class RankRows:
         self._too_large = 0
 
     def index_of(self, adapter: Any) -> int:
-        """The adapter's number in `adapter_T` and `owner_R`."""
+        """The adapter's slot: its column in `mix_SX`, its number in `owner_R`."""
         return self._index[adapter]
 
     def forget(self, adapter: Any) -> None:
@@ -77,24 +97,24 @@ class RankRows:
         if not adapters:
             return RowPlan(0)
         need = sum(_num_blocks(a) for a in adapters) * ROW_BLOCK
-        fitting = [b for b in self.buckets if b >= need]
+        extended = any(a.layout.extended for a in adapters)
+        # Extended steps are compiled for one size only.
+        fitting = [b for b in (self.buckets[-1:] if extended else self.buckets) if b >= need]
         if not fitting:
             raise ValueError(f"{need} rank rows in one step exceed the largest bucket {self.buckets[-1]}")
         for adapter in adapters:  # most recently used last
             if adapter in self._blocks:
                 self._blocks[adapter] = self._blocks.pop(adapter)
         self._too_large = self._too_large + 1 if fitting[0] < self.bucket else 0
-        if need > self.bucket or self._too_large > SHRINK_PATIENCE:
-            return self._rebuild(adapters, fitting[0])
+        if fitting[0] > self.bucket or self._too_large > SHRINK_PATIENCE:
+            self.reset()
+            self.bucket = fitting[0]
+            copies = self._place(adapters, set(adapters))
+            return RowPlan(self.bucket, extended, rebuild=True, copies=copies, changed=True)
         missing = [a for a in adapters if a not in self._blocks]
         if not missing:
-            return RowPlan(self.bucket)
-        return RowPlan(self.bucket, copies=self._place(missing, set(adapters)), changed=True)
-
-    def _rebuild(self, adapters: list[Any], bucket: int) -> RowPlan:
-        self.reset()
-        self.bucket = bucket
-        return RowPlan(bucket, rebuild=True, copies=self._place(adapters, set(adapters)), changed=True)
+            return RowPlan(self.bucket, extended)
+        return RowPlan(self.bucket, extended, copies=self._place(missing, set(adapters)), changed=True)
 
     def _place(self, missing: list[Any], wanted: set[Any]) -> list[tuple[Any, int, int]]:
         taken = {block for blocks in self._blocks.values() for block in blocks}
@@ -114,22 +134,28 @@ class RankRows:
             copies += [(adapter, n * ROW_BLOCK, block * ROW_BLOCK) for n, block in enumerate(blocks)]
         return copies
 
-    def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """owner_R int32[R] (-2 where free) and scale_LMR float32[L, 7, R] of the current bucket."""
-        owner_R = np.full(self.bucket, -2, np.int32)
-        scale_LMR = np.zeros((self.num_layers, len(MODULES), self.bucket), np.float32)
+    def tables(self) -> HostTables:
+        """What the rows of the current bucket are."""
+        tables = HostTables.empty(self.num_layers, self.bucket)
         for adapter, blocks in self._blocks.items():
-            for n, block in enumerate(blocks):
-                rows = slice(block * ROW_BLOCK, (block + 1) * ROW_BLOCK)
-                owner_R[rows] = self._index[adapter]
-                rank_row = n * ROW_BLOCK + np.arange(ROW_BLOCK)
-                live = rank_row[None, None, :] < adapter.ranks_LM[:, :, None]
-                scale_LMR[:, :, rows] = np.where(live, adapter.scale_LM[:, :, None], 0)
-        return owner_R, scale_LMR
+            own = adapter.layout.row_tables()
+            rows_R = np.concatenate([block * ROW_BLOCK + np.arange(ROW_BLOCK) for block in blocks])
+            tables.owner_R[rows_R] = self._index[adapter]
+            rows_R = rows_R[: adapter.num_rows]
+            tables.scale_LMR[..., rows_R] = own.scale_LMR
+            tables.const_LMR[..., rows_R] = own.const_LMR
+            tables.gain_LMR[..., rows_R] = own.gain_LMR
+            tables.norm_L2R[..., rows_R] = own.norm_L2R
+        return tables
+
+
+def num_slots(num_rows: int) -> int:
+    """Adapters that rank rows can belong to: each takes a block at least."""
+    return num_rows // ROW_BLOCK
 
 
 def _num_blocks(adapter: Any) -> int:
-    return -(-adapter.rank // ROW_BLOCK)
+    return -(-adapter.num_rows // ROW_BLOCK)
 
 
 def row_buckets(max_rows: int) -> list[int]:

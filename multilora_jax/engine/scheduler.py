@@ -4,58 +4,59 @@ The rules, in the order in which they are applied:
 
 1. Running sequences, in the order of their admission, each get one decode row or a prefill chunk. One that cannot get
    its pages preempts the newest running sequence, which may be itself but is never an older one; a preempted sequence
-   gives up its pages and its adapter and is computed again later.
+   gives up its pages and its adapters and is computed again later.
 2. Waiting sequences are then admitted by priority (lower first), preempted ones before fresh ones, then by arrival.
-   One that cannot have its adapter (rank rows, max_loras or adapter pages) is passed over, so that others run
-   meanwhile, but at most `max_overtakes` times; then nothing behind it is admitted until it is.
-   One that lacks only KV pages lets nobody pass, else small requests would starve large ones.
+   One whose adapters have no room in a step (rank rows, max_loras) or are not in the pool is passed over, so that
+   others run meanwhile, but at most `max_overtakes` times; then nothing behind it is admitted until it is. While
+   its adapters are on their way it holds nobody up and passing it does not count, unless they came once already and
+   were evicted before it ran. One that lacks only KV pages lets nobody pass, else small requests would starve large
+   ones.
 
 Admission checks the adapters of *all* running sequences against the budgets, so no step can exceed them. It
 allocates pages for the first chunk only, but asks that the whole prompt would fit with one page per running sequence
-to spare: without that, admission and preemption chase each other when the pool is nearly full. (Running prompts have
-their pages by then: while one still lacks some, it has used up the step's prefill blocks and nothing is admitted.)
+to spare: else admission and preemption chase each other when the pool is nearly full. (Running prompts have theirs:
+while one lacks some, it uses up the step's prefill blocks and nothing is admitted.)
 
-Nobody gets stuck: `add` refuses a request that would not fit alone, and the oldest running sequence can preempt all
-others and evict their adapters, so it always advances.
+Nobody gets stuck. `add` refuses a request that would not fit alone beside the pinned adapters, and `check_pin` a pin
+that would take that back; so the oldest running sequence can preempt all others, evict their adapters and advance.
+With nothing running, the first waiting sequence is admitted once its adapters are ready: no younger one may take
+their pages, and it may displace idle ones if it was overtaken too often or nobody else can run (`may_displace`).
 """
 
 from __future__ import annotations
 
-import bisect
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits, Obstacle
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
-from multilora_jax.errors import AdapterError, UserError
-from multilora_jax.lora.cache import AdapterCache, CacheableAdapter
+from multilora_jax.engine.waiting import Entry, WaitingQueue
+from multilora_jax.errors import UserError
+from multilora_jax.lora.cache import AdapterCache
+from multilora_jax.lora.residency import CacheableAdapter
 from multilora_jax.memory.allocator import PageAllocator, PageKind, PoolIntegrityError
 from multilora_jax.request import FinishReason, Sequence, SequenceStatus
 
 _SPARE_PAGES_PER_SEQUENCE = 1  # kept free at an admission for each sequence that runs already
 
 
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """The scheduler's own notes on a live sequence."""
-
-    seq: Sequence
-    order: int
-    running: bool = False
-    overtakes: int = 0
-    key: tuple[int, bool, int] = (0, False, 0)
-
-
 class Scheduler:
     """Queue and running set. Not thread-safe: one thread calls it, between steps.
 
-    After each step the engine adds n to `num_computed_tokens` of every sequence that ran and appends the sampled
-    token to each whose pending tokens all ran; it calls `finish` for those that are done.
+    Before each step the engine lets AdapterTransfers bring adapters in. After it, it adds n to `num_computed_tokens`
+    of every sequence that ran and appends the sampled token to each whose pending tokens all ran; it calls `finish`
+    for those that are done.
 
     Args:
         config: the budgets.
         allocator, kv, cache: the pool's books, shared with nobody else.
+
+    Attributes:
+        num_preemptions: sequences that had to start again.
+        waits_for_loads: after `schedule` gave None though sequences are live: whether one waits for a load in flight.
+            If not, there is nothing to wait for: the next AdapterTransfers.plan makes room for one.
     """
 
     def __init__(
@@ -63,15 +64,17 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.num_preemptions = 0
+        self._limits = AdmissionLimits(config, allocator, kv, cache)
         self._allocator = allocator
         self._kv = kv
         self._cache = cache
-        self._live: dict[str, _Entry] = {}
-        self._waiting: list[tuple[tuple[int, bool, int], _Entry]] = []  # sorted; keys are unique
-        self._running: dict[str, _Entry] = {}  # in order of admission
-        self._active: dict[Any, int] = {}  # adapter -> running sequences that use it
-        self._active_rows = 0
+        self._live: dict[str, Entry] = {}
+        self._waiting = WaitingQueue()
+        self._running: dict[str, Entry] = {}  # in order of admission
+        self._active = ActiveAdapters(config, cache)
         self._next_order = 0
+        self._stalled: Entry | None = None  # could not get its adapters in, and nobody behind it could run
+        self.waits_for_loads = False
 
     @property
     def num_waiting(self) -> int:
@@ -82,51 +85,65 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_free_seats(self) -> int:
+        """Sequences that may start beside the running ones."""
+        return self.config.max_num_seqs - len(self._running)
+
+    @property
     def num_active_adapters(self) -> int:
         """Distinct adapters of the running sequences."""
-        return len(self._active)
+        return len(self._active.users)
 
     @property
     def num_active_rank_rows(self) -> int:
         """Rank rows that those adapters take of max_rank_rows."""
-        return self._active_rows
+        return self._active.num_rows
 
     def has_unfinished(self) -> bool:
         return bool(self._live)
 
+    def waiting(self, limit: int) -> Iterator[Sequence]:
+        """The first `limit` waiting sequences, in order; the queue must not change meanwhile."""
+        return self._waiting.sequences(limit)
+
+    def sequences_waiting_for(self, adapter: CacheableAdapter) -> list[Sequence]:
+        """Waiting sequences that name the adapter, in the order of the queue."""
+        return [seq for seq in self._waiting.sequences() if adapter in seq.adapters]
+
+    def could_run(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence could start now, beside the running ones, if its adapters were there."""
+        needed = sum(adapter.num_pages for adapter in seq.adapters if not self._cache.is_resident(adapter))
+        return (
+            self.num_free_seats > 0
+            and self._active.obstacle(seq.adapters) is not Obstacle.NO_ROOM
+            and needed + self._pages_to_start(seq) <= self._cache.pages_available(beside=seq.adapters)
+        )
+
+    def pages_outstanding(self, seq: Sequence) -> int:
+        """KV pages that a sequence lacks for the tokens it has now."""
+        return self._kv.pages_outstanding(seq)
+
+    def pages_of_growth(self) -> int:
+        """KV pages that the running sequences may yet come to need, if each at most doubles: a guess for forecasts."""
+        to_the_end = self._kv.pages_to_the_end
+        return sum(min(to_the_end(entry.seq), len(entry.seq.page_ids) + 1) for entry in self._running.values())
+
+    def may_displace(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence's adapters may take the place of idle ones that later sequences want."""
+        entry = self._live[seq.request_id]
+        return entry is self._stalled or entry.overtakes >= self.config.max_overtakes
+
     def check_adapter(self, adapter: CacheableAdapter) -> None:
         """Raise AdapterError if no step could ever hold the adapter."""
-        rows, pages = self.config.rank_rows(adapter.rank), adapter.num_pages
-        most_pages = self._cache.max_adapter_pages - self._cache.max_pinned_pages
-        if rows > self.config.max_rank_rows:
-            raise AdapterError(
-                f"adapter {adapter.name!r} of rank {adapter.rank} takes {rows} rank rows but a step holds "
-                f"{self.config.max_rank_rows}: raise max_rank_rows",
-                reason="rank_too_large", param="max_rank_rows",
-            )  # fmt: skip
-        if pages > most_pages:
-            raise AdapterError(
-                f"adapter {adapter.name!r} takes {pages} pages but adapters may hold {most_pages}: "
-                f"raise pool_pages or max_adapter_pages",
-                reason="adapter_too_large", param="pool_pages",
-            )  # fmt: skip
+        self._limits.check_adapter(adapter)
 
     def check_fits(self, seq: Sequence) -> None:
         """Raise UserError, with the numbers, if the sequence could not run to its end even alone in the pool."""
-        adapter_pages = 0
-        if seq.adapter is not None:
-            self.check_adapter(seq.adapter)
-            adapter_pages = seq.adapter.num_pages
-        num_tokens = max(seq.num_tokens, seq.max_total_tokens)
-        kv_pages = self._kv.pages_for_tokens(num_tokens)
-        most = self._allocator.num_total - self._cache.max_pinned_pages
-        if kv_pages + adapter_pages > most:
-            raise UserError(
-                f"the request may reach {num_tokens} tokens ({seq.num_prompt_tokens} of them its prompt), which take "
-                f"{kv_pages} pages and its adapter {adapter_pages}, but only {most} pages can be had: "
-                f"shorten the prompt, lower max_tokens or raise pool_pages",
-                reason="request_too_large", param="max_tokens",
-            )  # fmt: skip
+        self._limits.check_fits(seq)
+
+    def check_pin(self, adapter: CacheableAdapter) -> None:
+        """Raise UserError (`pin_limit`) if a live sequence could not run to its end beside the adapter, pinned."""
+        self._limits.check_pin(adapter, (entry.seq for entry in self._live.values()))
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence.
@@ -140,10 +157,12 @@ class Scheduler:
                 reason="duplicate_request_id", param="request_id",
             )  # fmt: skip
         self.check_fits(seq)
-        entry = _Entry(seq, self._next_order)
+        entry = Entry(seq, self._next_order)
         self._next_order += 1
         self._live[seq.request_id] = entry
-        self._enqueue(entry, preempted=False)
+        for adapter in seq.adapters:
+            self._cache.claim(adapter)
+        self._waiting.push(entry, preempted=False)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a waiting or running sequence with reason ABORT; None for an id that is not live."""
@@ -154,7 +173,7 @@ class Scheduler:
         return entry.seq
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a live sequence: its pages come free and its adapter loses one reference.
+        """End a live sequence: its pages come free and its adapters lose a reference each.
 
         Raises:
             PoolIntegrityError: the sequence is not live (finished twice, or never added).
@@ -165,32 +184,39 @@ class Scheduler:
         if entry.running:
             self._stop_running(entry)
         else:
-            del self._waiting[bisect.bisect_left(self._waiting, (entry.key,))]
+            self._waiting.remove(entry)
         del self._live[seq.request_id]
+        for adapter in seq.adapters:
+            self._cache.unclaim(adapter)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step, or None when no sequence is live.
+        """Plan the next step; None when no sequence is live, or when all of them wait for their adapters.
 
-        Every sequence in the step has pages for the tokens that it runs, and its adapter is resident and referenced;
-        the caller performs `cache.take_pending_writes()` before it runs the step.
+        Every sequence in the step has pages for the tokens that it runs, and its adapters are ready and referenced.
+
+        Raises:
+            PoolIntegrityError: sequences are live, none can run, and nothing is being done about it.
         """
         step = ScheduledStep()
+        stalled, self._stalled = self._stalled, None
+        self.waits_for_loads = False
         blocks_left = self._schedule_running(step)
         # A preemption says that pages are short: whoever were admitted now would be the next to lose them.
         if self._waiting and not step.preempted:
             self._admit(step, blocks_left)
         if not step.decodes and not step.prefills:
-            if self._live:
+            # One that stalls may displace others: unless it gets its way before the next call, pages are lost.
+            if self._live and not self.waits_for_loads and (self._stalled is None or self._stalled is stalled):
                 raise PoolIntegrityError(
                     f"{len(self._waiting)} waiting sequences and nothing to run; {self._allocator.num_free} free and "
-                    f"{self._cache.evictable_pages} evictable of {self._allocator.num_total} pages"
+                    f"{self._cache.order.num_pages} evictable of {self._allocator.num_total} pages"
                 )
             return None
-        used = {seq.adapter for seq in step.decodes}
-        used.update(seq.adapter for seq, _ in step.prefills)
-        step.adapters = [adapter for adapter in self._active if adapter in used]
+        used = {adapter for seq in step.decodes for adapter in seq.adapters}
+        used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
+        step.adapters = [adapter for adapter in self._active.users if adapter in used]
         return step
 
     def check_integrity(self) -> None:
@@ -205,18 +231,12 @@ class Scheduler:
         held = self._allocator.count(PageKind.KV)
         if not len(pages) == len(set(pages)) == held:
             raise PoolIntegrityError(f"running sequences list {len(pages)} KV pages, the allocator {held}")
-        if any(entry.seq.page_ids for _, entry in self._waiting):
+        if any(seq.page_ids for seq in self._waiting.sequences()):
             raise PoolIntegrityError("a waiting sequence holds pages")
         if len(self._waiting) + len(self._running) != len(self._live):
             raise PoolIntegrityError(f"{len(self._live)} sequences are live but not each waits or runs")
-        if any(self._cache.references(adapter) != n for adapter, n in self._active.items()):
+        if any(self._cache.references(adapter) != n for adapter, n in self._active.users.items()):
             raise PoolIntegrityError("an adapter's references differ from the running sequences that use it")
-
-    def _enqueue(self, entry: _Entry, *, preempted: bool) -> None:
-        seq = entry.seq
-        entry.key = (seq.priority, not preempted, entry.order)
-        seq.status = SequenceStatus.WAITING
-        bisect.insort(self._waiting, (entry.key, entry))
 
     def _schedule_running(self, step: ScheduledStep) -> int:
         """Rule 1; returns the prefill blocks left over."""
@@ -238,7 +258,7 @@ class Scheduler:
                     blocks_left -= -(-num_tokens // block)
         return blocks_left
 
-    def _grow(self, entry: _Entry, num_tokens: int, step: ScheduledStep) -> bool:
+    def _grow(self, entry: Entry, num_tokens: int, step: ScheduledStep) -> bool:
         """Get pages, preempting the newest while there are none; False if that was the sequence itself."""
         while not self._kv.allocate_for(entry.seq, num_tokens):
             victim = self._running[next(reversed(self._running))]
@@ -246,7 +266,7 @@ class Scheduler:
             victim.seq.num_computed_tokens = 0
             victim.seq.num_preemptions += 1
             self.num_preemptions += 1
-            self._enqueue(victim, preempted=True)
+            self._waiting.push(victim, preempted=True)
             step.preempted.append(victim.seq)
             if victim is entry:
                 return False
@@ -254,71 +274,75 @@ class Scheduler:
 
     def _admit(self, step: ScheduledStep, blocks_left: int) -> None:
         """Rule 2."""
-        config, waiting = self.config, self._waiting
-        blocked: set[Any] = set()  # adapters found not to fit; admissions only take room, so they stay so
-        passed: list[tuple[_Entry, int]] = []  # with the admissions made before it was passed over
-        admitted = 0
-        admit_limit = config.max_num_seqs - len(self._running)
-        while len(passed) < len(waiting) and len(passed) < config.max_scan and blocks_left and admitted < admit_limit:
-            entry = waiting[len(passed)][1]
-            adapter = entry.seq.adapter
-            if adapter in blocked or not self._has_slot(adapter):
-                blocked.add(adapter)
-                passed.append((entry, admitted))
-                admit_limit = min(admit_limit, admitted + config.max_overtakes - entry.overtakes)
+        config, waiting = self.config, self._waiting.items
+        obstacles: dict[tuple[Any, ...], Obstacle] = {}  # admissions only take room, so they stay
+        overtaken: list[tuple[Entry, int]] = []  # with the admissions made before it was passed over
+        protect: tuple[Any, ...] = ()  # adapters of the oldest sequence that was passed over
+        absent: Entry | None = None
+        passed = admitted = 0
+        limit = config.max_num_seqs - len(self._running)
+        max_overtakes, coming = config.max_overtakes, Obstacle.COMING
+        short_of_kv = False
+        while passed < len(waiting) and passed < config.max_scan and blocks_left and admitted < limit:
+            entry = waiting[passed][1]
+            adapters = entry.seq.adapters
+            obstacle = obstacles.get(adapters)
+            if obstacle is None and adapters:
+                obstacle = self._active.obstacle(adapters)
+                if obstacle is not None:
+                    obstacles[adapters] = obstacle
+            if obstacle is not None:
+                protect = protect if passed else adapters
+                if absent is None and obstacle is Obstacle.ABSENT:
+                    absent = entry
+                if obstacle is not coming:
+                    overtaken.append((entry, admitted))
+                    left = admitted + max_overtakes - entry.overtakes
+                    limit = left if left < limit else limit
+                passed += 1
                 continue
-            needed = self._kv.pages_outstanding(entry.seq)
-            if adapter is not None:
-                needed += self._cache.pages_missing(adapter)
-            needed += _SPARE_PAGES_PER_SEQUENCE * len(self._running)
-            if needed > self._cache.pages_available(beside=adapter):
+            if self._pages_to_start(entry.seq) > self._cache.pages_available(beside=adapters + protect):
+                short_of_kv = True
                 break
-            del waiting[len(passed)]
+            del waiting[passed]
             admitted += 1
             pending = entry.seq.num_tokens
             num_tokens = min(pending, blocks_left * config.prefill_block)
-            self._start_running(entry, num_tokens)
+            self._start_running(entry, num_tokens, protect)
             if pending == 1:
                 step.decodes.append(entry.seq)
             else:
                 step.prefills.append((entry.seq, num_tokens))
                 blocks_left -= -(-num_tokens // config.prefill_block)
-        for entry, before in passed:
+        for entry, before in overtaken:
             entry.overtakes += admitted - before
+        found = obstacles.values()
+        self.waits_for_loads = coming in found or Obstacle.COMING_AGAIN in found
+        # Whoever is short of KV gets it when a running sequence ends: as long as one runs there is no hurry.
+        if not admitted and not self.waits_for_loads and not (short_of_kv and self._running):
+            self._stalled = absent
 
-    def _has_slot(self, adapter: Any) -> bool:
-        """Whether a step could hold the adapter beside those of the running sequences."""
-        if adapter is None or adapter in self._active:
-            return True
-        max_loras = self.config.max_loras
-        return (
-            (max_loras is None or len(self._active) < max_loras)
-            and self._active_rows + self.config.rank_rows(adapter.rank) <= self.config.max_rank_rows
-            and self._cache.can_acquire(adapter)
-        )
+    def _pages_to_start(self, seq: Sequence) -> int:
+        """Pages that must be available to admit the sequence, its adapters' not counted."""
+        return self._kv.pages_outstanding(seq) + _SPARE_PAGES_PER_SEQUENCE * len(self._running)
 
-    def _start_running(self, entry: _Entry, num_tokens: int) -> None:
-        seq, adapter = entry.seq, entry.seq.adapter
-        if not (adapter is None or self._cache.acquire(adapter)) or not self._kv.allocate_for(seq, num_tokens):
+    def _start_running(self, entry: Entry, num_tokens: int, protect: tuple[Any, ...]) -> None:
+        seq = entry.seq
+        acquired = [self._cache.acquire(adapter) for adapter in seq.adapters]
+        if not all(acquired) or not self._kv.allocate_for(seq, num_tokens, protect):
             raise PoolIntegrityError(f"request {seq.request_id!r} was found to fit but did not")
-        if adapter is not None:
-            if adapter not in self._active:
-                self._active_rows += self.config.rank_rows(adapter.rank)
-            self._active[adapter] = self._active.get(adapter, 0) + 1
+        self._active.add(seq.adapters)
         self._running[seq.request_id] = entry
         entry.running = True
         seq.status = SequenceStatus.RUNNING
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.monotonic()
 
-    def _stop_running(self, entry: _Entry) -> None:
-        seq, adapter = entry.seq, entry.seq.adapter
+    def _stop_running(self, entry: Entry) -> None:
+        seq = entry.seq
         self._kv.free(seq)
         del self._running[seq.request_id]
         entry.running = False
-        if adapter is not None:
+        self._active.remove(seq.adapters)
+        for adapter in seq.adapters:
             self._cache.release(adapter)
-            self._active[adapter] -= 1
-            if not self._active[adapter]:
-                del self._active[adapter]
-                self._active_rows -= self.config.rank_rows(adapter.rank)

@@ -18,9 +18,10 @@ class SchedulerConfig:
         max_num_batched_tokens: most prefill tokens, counted in whole blocks.
         prefill_block: tokens of a prefill block; a chunk of n tokens takes ceil(n / prefill_block) blocks.
         max_rank_rows: most rank rows over the distinct adapters of the running sequences.
-        row_block: an adapter of rank r counts ceil(r / row_block) * row_block rows.
+        row_block: an adapter of n rows counts ceil(n / row_block) * row_block of them.
         max_loras: most distinct adapters; None for as many as their rows allow. The base model needs no slot.
-        max_overtakes: admissions that may pass one waiting request before it blocks the queue.
+        max_overtakes: admissions that may pass one waiting request before it blocks the queue; those that pass it
+            while it only waits for a load in flight do not count.
         max_scan: waiting requests that one step passes over before it stops looking.
     """
 
@@ -48,9 +49,9 @@ class SchedulerConfig:
         """Prefill blocks of one step."""
         return self.max_num_batched_tokens // self.prefill_block
 
-    def rank_rows(self, rank: int) -> int:
-        """Rank rows that an adapter of this rank takes of the budget."""
-        return -(-rank // self.row_block) * self.row_block
+    def rank_rows(self, num_rows: int) -> int:
+        """Rank rows that an adapter of so many rows takes of the budget."""
+        return -(-num_rows // self.row_block) * self.row_block
 
 
 @dataclass

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from multilora_jax.errors import AdapterError
+from multilora_jax.lora.tensor_names import PREFIX
 
 DEFAULT_RANK = 8
 """PEFT's value of `r` where the file has none."""
@@ -24,22 +26,17 @@ DEFAULT_ALPHA = 8.0
 # Fields that say where the adapter comes from, how it was trained or started, or which modules were meant: none of
 # them changes what a given file of weights computes.
 _INERT = frozenset({
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
-    "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
-    "runtime_config", "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 })  # fmt: skip
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights",
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying",
 })  # fmt: skip
 
 UNSUPPORTED_FIELDS = {
-    "use_dora": "DoRA adapters are",
-    "lora_bias": "biases on lora_B are",
-    "bias": "trained biases of the base are",
-    "modules_to_save": "fully trained modules are",
-    "trainable_token_indices": "trained token embeddings are",
-    "target_modules": "adapters of lm_head or embed_tokens are",
+    "modules_to_save": "fully trained modules other than embed_tokens, lm_head and norms are",
     "layer_replication": "replicated layers are",
     "fan_in_fan_out": "transposed weights are",
     "alora_invocation_tokens": "activated LoRA adapters are",
@@ -63,6 +60,15 @@ def unsupported(field: str, detail: str) -> AdapterError:
     return AdapterError(
         f"{field}: {what} not supported ({detail}); the adapter is refused rather than served in part",
         reason="unsupported_adapter_feature", param=field,
+    )  # fmt: skip
+
+
+def contradiction(field: str, detail: str) -> AdapterError:
+    """The error for a field that says one thing and weights that say another. `detail` says what each says."""
+    return AdapterError(
+        f"{field}: adapter_config.json and the weights contradict each other ({detail}); the adapter is refused rather "
+        "than served in part",
+        reason="contradictory_adapter", param=field,
     )  # fmt: skip
 
 
@@ -90,6 +96,41 @@ def _alpha(field: str, value: Any) -> float:
     if not abs(value) <= float(np.finfo(np.float32).max):
         raise _bad(field, f"must be a finite float32 number, got {_show(value)}")
     return float(value)
+
+
+def _flag(field: str, value: Any) -> bool:
+    value = value or False
+    if value is not True and value is not False:
+        raise _bad(field, f"must be true or false, got {_show(value)}")
+    return value
+
+
+def _bias(value: Any) -> Literal["none", "all", "lora_only"]:
+    match value or "none":
+        case "none" | "all" | "lora_only" as bias:
+            return bias
+    raise _bad("bias", f'must be "none", "all" or "lora_only", got {_show(value)}')
+
+
+def _module_names(value: Any) -> tuple[str, ...]:
+    """modules_to_save, without order or repetitions; PEFT keeps a set."""
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, list | tuple | set | frozenset) or not all(isinstance(n, str) and n for n in names):
+        raise _bad("modules_to_save", f"must be a list of names of modules, got {_show(value)}")
+    return tuple(sorted(set(names)))
+
+
+def _token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """trainable_token_indices by module; a bare list is embed_tokens'."""
+    field = "trainable_token_indices"
+    if not value:
+        return ()
+    by_module = value if isinstance(value, Mapping) else {"embed_tokens": value}
+    for name, ids in by_module.items():
+        good = isinstance(ids, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in ids)
+        if not isinstance(name, str) or not good or len(set(ids)) != len(ids):
+            raise _bad(field, f"must give modules lists of token ids, each once, got {_show(name)}: {_show(ids)}")
+    return tuple((name, tuple(ids)) for name, ids in sorted(by_module.items()) if ids)
 
 
 @dataclass(frozen=True)
@@ -143,6 +184,13 @@ class PeftConfig:
         lora_alpha: alpha of the modules that no alpha_pattern matches.
         use_rslora: divide alpha by sqrt(r) in place of r.
         rank_pattern, alpha_pattern: per-module values, the first match wins.
+        use_dora: every module with A and B has a magnitude too.
+        bias: whether the file holds biases in place of the base's: "none", "lora_only" or "all".
+        lora_bias: every B has a bias.
+        modules_to_save: ends of the names of modules that are replaced whole.
+        trainable_token_indices: (module, token ids) of the rows that are replaced.
+        ensure_weight_tying: what is trained on one of embed_tokens and lm_head is trained on both, where the base ties
+            them.
         base_model_name_or_path: what the adapter says it was trained on; advisory, never fetched.
     """
 
@@ -151,6 +199,12 @@ class PeftConfig:
     use_rslora: bool = False
     rank_pattern: tuple[ModulePattern, ...] = ()
     alpha_pattern: tuple[ModulePattern, ...] = ()
+    use_dora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    ensure_weight_tying: bool = False
     base_model_name_or_path: str | None = None
 
     @classmethod
@@ -161,25 +215,31 @@ class PeftConfig:
             AdapterError: a value of the wrong type (`bad_adapter_config`), or a known or unknown field that would
                 change the result and is not served (`unsupported_adapter_feature`); `param` names the field.
         """
-        if not isinstance(raw, dict):
+        if not isinstance(raw, Mapping):
             raise _bad("the file", "must hold a JSON object")
         if not raw.get("peft_type"):
             raise _bad("peft_type", 'is missing: only "LORA" adapters are served')
         if str(raw["peft_type"]).upper() != "LORA":
             raise unsupported("peft_type", f'only "LORA" is served, got {_show(raw["peft_type"])}')
         _refuse_unserved(raw)
-        rslora = raw.get("use_rslora") or False
-        if rslora is not True and rslora is not False:
-            raise _bad("use_rslora", f"must be true or false, got {_show(rslora)}")
+        flags = {
+            field: _flag(field, raw.get(field))
+            for field in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
+        }  # fmt: skip
+        if flags["use_dora"] and flags["lora_bias"]:
+            raise _bad("lora_bias", "cannot go with use_dora, as in PEFT")
         base = raw.get("base_model_name_or_path")
         r, alpha = raw.get("r"), raw.get("lora_alpha")
         return cls(
             r=DEFAULT_RANK if r is None else _rank("r", r),
             lora_alpha=DEFAULT_ALPHA if alpha is None else _alpha("lora_alpha", alpha),
-            use_rslora=rslora,
             rank_pattern=_patterns("rank_pattern", raw.get("rank_pattern"), _rank),
             alpha_pattern=_patterns("alpha_pattern", raw.get("alpha_pattern"), _alpha),
+            bias=_bias(raw.get("bias")),
+            modules_to_save=_module_names(raw.get("modules_to_save")),
+            trainable_token_indices=_token_indices(raw.get("trainable_token_indices")),
             base_model_name_or_path=base if isinstance(base, str) else None,
+            **flags,
         )
 
     @classmethod
@@ -200,12 +260,19 @@ class PeftConfig:
         rank, alpha = self.rank_of(module_path), _first_match(self.alpha_pattern, module_path, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def saves(self, module_path: str) -> bool:
+        """Whether modules_to_save means a module, by its dotted name: the bare end of it decides, as in PEFT."""
+        return any((PREFIX + module_path).endswith(end) for end in self.modules_to_save)
+
     def canonical_json(self) -> bytes:
         """The fields that change the result, written in one way only (for the digest)."""
         fields = {
             "r": self.r, "lora_alpha": self.lora_alpha, "use_rslora": self.use_rslora,
             "rank_pattern": [[p.key, int(p.value)] for p in self.rank_pattern],
             "alpha_pattern": [[p.key, p.value] for p in self.alpha_pattern],
+            "use_dora": self.use_dora, "bias": self.bias, "lora_bias": self.lora_bias,
+            "modules_to_save": self.modules_to_save, "trainable_token_indices": self.trainable_token_indices,
+            "ensure_weight_tying": self.ensure_weight_tying,
         }  # fmt: skip
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
@@ -214,7 +281,7 @@ def _first_match(patterns: tuple[ModulePattern, ...], module_path: str, default:
     return next((p.value for p in patterns if p.regex.match(module_path)), default)
 
 
-def _refuse_unserved(raw: dict[str, Any]) -> None:
+def _refuse_unserved(raw: Mapping[str, Any]) -> None:
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
         raise unsupported(
@@ -224,8 +291,6 @@ def _refuse_unserved(raw: dict[str, Any]) -> None:
         )
     if start is not None and not isinstance(start, bool | str):
         raise _bad("init_lora_weights", f"must be true, false or a name, got {_show(start)}")
-    if raw.get("bias") not in (None, False, "", "none"):
-        raise unsupported("bias", f"got {_show(raw['bias'])}")
     for field, value in raw.items():
         if value and field not in _READ and field not in _INERT:
             raise unsupported(field, f"got {_show(value)}")

@@ -1,24 +1,20 @@
-"""The adapters that can be asked for by name: checked, packed and kept in host memory (no device, no engine)."""
+"""The adapters that can be asked for by name (no device, no engine)."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from multilora_jax.errors import NotFoundError, PermissionDeniedError, UserError
-from multilora_jax.lora.packing import HostAdapter, pack
-from multilora_jax.lora.weights import CONFIG_FILE, WEIGHTS_FILE, load_adapter
-from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.errors import NotFoundError, UserError
+from multilora_jax.lora.adapter import Adapter
+from multilora_jax.lora.folders import AllowedFolders, check_files
+from multilora_jax.lora.reader import AdapterReader
+from multilora_jax.lora.weights import AdapterWeights
 from multilora_jax.request import LoRARequest
-
-if TYPE_CHECKING:
-    from multilora_jax.models.config import ModelConfig
 
 MAX_NAME_LENGTH = 256
 MAX_NAMES_SHOWN = 20
@@ -37,72 +33,139 @@ def check_name(name: str) -> None:
         raise UserError(f"lora_name {name!r} holds control characters", reason="bad_lora_name", param="lora_name")
 
 
-def _encodable(path: str) -> bool:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
-        return False
-    return True
+def _same_content(old: Adapter, new: Adapter) -> bool:
+    """Whether nobody could tell `new` from `old`, which is loaded then."""
+    return (
+        old.version is not None
+        and new.version is not None
+        and (old.int_id, old.path, old.folder, old.trusted) == (new.int_id, new.path, new.folder, new.trusted)
+        and old.version.digest == new.version.digest  # of tokenizer and template too
+    )
 
 
 class AdapterRegistry:
     """Names to adapters. Every method may be called from any thread.
 
-    Loads and removals of one name happen one after the other, those of different names in parallel, on the callers'
-    threads. A failed load leaves everything as it was.
+    A registered adapter is a name and a path; `ensure_loaded` reads it when it is first wanted. What is done to one
+    name is done one after the other, to different names in parallel. A call that fails leaves everything as it was.
 
     Args:
-        model_config: the base that adapters must fit.
-        geometry: the pool they are packed for.
-        max_lora_rank: larger ranks are refused.
+        reader: reads adapters, into its host tier.
         adapter_roots: folders that adapters must lie in, symbolic links followed; None or empty allows any folder.
         base_names: names under which the base itself is served; no adapter may take one.
-        check: called with every packed adapter before it is registered; what it raises refuses the load.
+        check: called with every adapter, complete, before it is first served; what it raises refuses the load.
+        in_use: whether requests still run on an adapter that has just lost its name. If so the owner calls `forget`
+            when the last of them ends; without it nothing is ever in use.
         on_replaced: called with the old adapter after `load_inplace` put another in its place.
     """
 
     def __init__(
         self,
-        model_config: ModelConfig,
-        geometry: PoolGeometry,
-        max_lora_rank: int,
+        reader: AdapterReader,
         adapter_roots: Iterable[str] | None = None,
         *,
         base_names: Iterable[str] = (),
-        check: Callable[[HostAdapter], None] | None = None,
-        on_replaced: Callable[[HostAdapter], None] | None = None,
+        check: Callable[[Adapter], None] | None = None,
+        in_use: Callable[[Adapter], bool] | None = None,
+        on_replaced: Callable[[Adapter], None] | None = None,
     ):
-        self._model_config = model_config
-        self._geometry = geometry
-        self._max_lora_rank = max_lora_rank
-        self._roots = [os.path.realpath(root) for root in adapter_roots or ()]
+        self._reader = reader
+        self._folders = AllowedFolders(adapter_roots)
         self._base_names = tuple(base_names)
         self._check = check
+        self._in_use = in_use
         self._on_replaced = on_replaced
         self._lock = threading.Lock()
-        self._adapters: dict[str, HostAdapter] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self._names_by_id: dict[int, str] = {}
         self._name_locks: dict[str, tuple[threading.Lock, int]] = {}
         self._last_id = 0
 
-    def load(self, request: LoRARequest, *, trusted: bool = False) -> HostAdapter:
-        """Checks, packs and registers an adapter; blocks while it reads the files.
+    def register(self, request: LoRARequest, *, trusted: bool = False) -> Adapter:
+        """Gives a name to a folder without opening a file of it: its files need only be there.
 
         Args:
-            request: with a path. `load_inplace` lets it replace an adapter of the same name; requests that run on
-                the old one keep it.
+            request: with a path. Where `load_inplace` would replace an adapter the new one is loaded first, as by
+                `load`.
             trusted: the path comes from the operator's own configuration, so adapter_roots does not bind it.
 
         Raises:
             UserError: `adapter_exists`, `bad_lora_name`, `name_is_base_model`, `lora_int_id_in_use`, `bad_lora_path`.
             PermissionDeniedError: `path_outside_roots`.
-            NotFoundError, AdapterError: see `load_adapter` and `pack`.
+            NotFoundError: `adapter_path_not_found`, `adapter_file_not_found`.
         """
         check_name(request.lora_name)
         with self._name_lock(request.lora_name):
-            return self._load(request, trusted)
+            if self._find(request.lora_name) is not None and request.load_inplace:
+                return self._load(request, trusted)
+            adapter = self._new(request, trusted)
+            check_files(adapter.folder, request.lora_path)
+            return self._publish(adapter, replace=False)
 
-    def resolve(self, request: LoRARequest) -> HostAdapter:
+    def load(
+        self, request: LoRARequest, *, trusted: bool = False, check: Callable[[Adapter], None] | None = None
+    ) -> Adapter:
+        """Registers an adapter and loads it before anybody sees it; blocks until then.
+
+        Args:
+            request: with a path. `load_inplace` lets it replace an adapter of the same name, from one moment to the
+                next; requests that run on the old one keep it. Where the old one has the same path, id and content
+                it stays and is returned: nothing that is in memory or in the pool need be brought there again.
+            trusted: see `register`.
+            check: in place of the registry's own, for this load.
+
+        Raises:
+            UserError, PermissionDeniedError: see `register`.
+            UnavailableError, NotFoundError, AdapterError, ConfigError: see `AdapterReader.load`.
+        """
+        check_name(request.lora_name)
+        with self._name_lock(request.lora_name):
+            return self._load(request, trusted, check)
+
+    def add(self, name: str, int_id: int | None, weights: AdapterWeights, *, load_inplace: bool = False) -> Adapter:
+        """Registers an adapter from memory; its pages are never evicted from the host tier.
+
+        Args:
+            name: as in LoRARequest.
+            int_id: as in LoRARequest; None for the replaced adapter's, or a new one.
+            weights: checked ones.
+            load_inplace: see `load`.
+
+        Raises:
+            UserError: see `register`.
+            AdapterError: see `AdapterReader.add`.
+        """
+        check_name(name)
+        with self._name_lock(name):
+            if int_id is None:
+                existing = self._find(name) if load_inplace else None
+                int_id = self.next_int_id() if existing is None else existing.int_id
+            request = LoRARequest(name, int_id, load_inplace=load_inplace)
+            with self._lock:
+                self._check_free(name, int_id, load_inplace)
+            adapter = Adapter(request.lora_name, request.lora_int_id, "")
+            self._reader.add(adapter, weights, self._check)
+            return self._publish(adapter, load_inplace)
+
+    def ensure_loaded(self, adapter: Adapter) -> None:
+        """Loads a registered adapter if that has not happened yet; blocks until it is done.
+
+        One that is removed or replaced meanwhile is loaded all the same: a request may have begun with it. A failure
+        leaves it registered, and the next call tries again.
+
+        Raises:
+            PermissionDeniedError: `path_outside_roots`, where a link was changed since the registration.
+            UnavailableError, UserError, NotFoundError, AdapterError, ConfigError: see `load`.
+        """
+        if adapter.version is None:
+            if not adapter.trusted:
+                self._folders.check_inside(adapter.folder, adapter.path)
+            self._reader.load(adapter, self._check)
+
+    def resolve(self, request: LoRARequest) -> Adapter:
         """The adapter that a request means: the registered one, or it is loaded from the request's path.
+
+        A registered one may not be loaded yet: see `ensure_loaded`.
 
         Raises:
             NotFoundError: the name is unknown and there is no path to load it from (`unknown_adapter`).
@@ -120,15 +183,17 @@ class AdapterRegistry:
                 return self._same(existing, request)
             return self._load(request, trusted=False)
 
-    def get(self, name: str, *, param: str = "model") -> HostAdapter:
+    def get(self, name: str, *, param: str = "model") -> Adapter:
         """The adapter called `name`; `param` is the field that a NotFoundError (`unknown_adapter`) blames."""
         existing = self._find(name)
         if existing is None:
             raise self._unknown(name, param)
         return existing
 
-    def remove(self, name: str) -> HostAdapter:
+    def remove(self, name: str) -> Adapter:
         """Forgets `name` and returns its adapter, which running requests may go on using.
+
+        Its host copy is freed at once, or by `forget` if it is in use.
 
         Raises:
             NotFoundError: there is no such adapter (`unknown_adapter`), or no longer.
@@ -136,11 +201,27 @@ class AdapterRegistry:
         with self._name_lock(name):
             with self._lock:
                 removed = self._adapters.pop(name, None)
+                if removed is not None:
+                    del self._names_by_id[removed.int_id]
             if removed is None:
                 raise self._unknown(name, "lora_name")
+            self._forget_unless_in_use(removed)
             return removed
 
-    def list(self) -> list[HostAdapter]:
+    def forget(self, adapter: Adapter) -> None:
+        """Frees the host copy of an adapter that was removed or replaced; may be called more than once."""
+        self._reader.forget(adapter)
+
+    def __len__(self) -> int:
+        """How many names there are."""
+        with self._lock:
+            return len(self._adapters)
+
+    def has(self, adapter: Adapter) -> bool:
+        """Whether new requests for the adapter's name get this very adapter."""
+        return self._find(adapter.name) is adapter
+
+    def list(self) -> list[Adapter]:
         """All adapters, the first registered first."""
         with self._lock:
             return [*self._adapters.values()]
@@ -151,7 +232,7 @@ class AdapterRegistry:
             self._last_id += 1
             return self._last_id
 
-    def _find(self, name: str) -> HostAdapter | None:
+    def _find(self, name: str) -> Adapter | None:
         with self._lock:
             return self._adapters.get(name)
 
@@ -170,46 +251,63 @@ class AdapterRegistry:
                 if users > 1:
                     self._name_locks[name] = (lock, users - 1)
 
-    def _load(self, request: LoRARequest, trusted: bool) -> HostAdapter:
+    def _load(self, request: LoRARequest, trusted: bool, check: Callable[[Adapter], None] | None = None) -> Adapter:
         """`load` while the name's lock is held."""
+        adapter = self._new(request, trusted)
+        self._reader.load(adapter, check or self._check)
+        return self._publish(adapter, request.load_inplace)
+
+    def _new(self, request: LoRARequest, trusted: bool) -> Adapter:
+        """An adapter that nobody sees yet, its name, id and path checked."""
         with self._lock:
-            self._check_free(request)
-        folder = self._allowed_folder(request.lora_path, trusted)
-        weights = load_adapter(folder, self._model_config, max_lora_rank=self._max_lora_rank)
+            self._check_free(request.lora_name, request.lora_int_id, request.load_inplace)
+        folder = self._folders.real_folder(request.lora_path, trusted=trusted)
         # The path as given, made absolute: what a caller repeats, even if a link on it moves on to a newer version.
-        weights = dataclasses.replace(weights, path=os.path.abspath(request.lora_path))
-        adapter = pack(weights, self._geometry, request.lora_name, request.lora_int_id)
-        if self._check is not None:
-            self._check(adapter)
+        path = os.path.abspath(request.lora_path)
+        return Adapter(request.lora_name, request.lora_int_id, path, folder, trusted)
+
+    def _publish(self, adapter: Adapter, replace: bool) -> Adapter:
+        """Puts an adapter under its name while the name's lock is held; returns the one that has the name then."""
         with self._lock:
-            self._check_free(request)  # an id may have been taken under another name meanwhile
-            replaced = self._adapters.get(request.lora_name)
-            self._adapters[request.lora_name] = adapter
-            self._last_id = max(self._last_id, request.lora_int_id)
-        if replaced is not None and self._on_replaced is not None:
-            self._on_replaced(replaced)
+            self._check_free(adapter.name, adapter.int_id, replace)  # an id may have been taken meanwhile
+            old = self._adapters.get(adapter.name)
+            if old is not None and _same_content(old, adapter):
+                self._reader.host.remove(adapter)
+                return old
+            if old is not None:
+                del self._names_by_id[old.int_id]
+            self._adapters[adapter.name] = adapter
+            self._names_by_id[adapter.int_id] = adapter.name
+            self._last_id = max(self._last_id, adapter.int_id)
+        if old is not None:
+            self._forget_unless_in_use(old)
+            if self._on_replaced is not None:
+                self._on_replaced(old)
         return adapter
 
-    def _check_free(self, request: LoRARequest) -> None:
-        name = request.lora_name
+    def _forget_unless_in_use(self, adapter: Adapter) -> None:
+        if self._in_use is None or not self._in_use(adapter):
+            self.forget(adapter)
+
+    def _check_free(self, name: str, int_id: int, load_inplace: bool) -> None:
         if name in self._base_names:
             raise UserError(
                 f"{name!r} is the base model's own name: choose another for the adapter",
                 reason="name_is_base_model", param="lora_name",
             )  # fmt: skip
-        if name in self._adapters and not request.load_inplace:
+        if name in self._adapters and not load_inplace:
             raise UserError(
                 f"an adapter {name!r} is loaded already: unload it first, or set load_inplace to replace it",
                 reason="adapter_exists", param="lora_name",
             )  # fmt: skip
-        for other in self._adapters.values():
-            if other.int_id == request.lora_int_id and other.name != name:
-                raise UserError(
-                    f"lora_int_id {request.lora_int_id} belongs to adapter {other.name!r}: give each its own",
-                    reason="lora_int_id_in_use", param="lora_int_id",
-                )  # fmt: skip
+        owner = self._names_by_id.get(int_id, name)
+        if owner != name:
+            raise UserError(
+                f"lora_int_id {int_id} belongs to adapter {owner!r}: give each its own",
+                reason="lora_int_id_in_use", param="lora_int_id",
+            )  # fmt: skip
 
-    def _same(self, existing: HostAdapter, request: LoRARequest) -> HostAdapter:
+    def _same(self, existing: Adapter, request: LoRARequest) -> Adapter:
         """`existing` if the request means it."""
         path = request.lora_path
         same_path = not path or os.path.abspath(path) == existing.path
@@ -220,23 +318,6 @@ class AdapterRegistry:
             f"not {request.lora_int_id} and {path[:500]!r}: use another name, or load_inplace to replace it",
             reason="adapter_exists", param="lora_name",
         )  # fmt: skip
-
-    def _allowed_folder(self, path: str, trusted: bool) -> str:
-        """The real folder behind `path`. Whether anything exists outside the roots is not told."""
-        if not path or "\0" in path or not _encodable(path):
-            what = "is not a path the file system can hold" if path else "is empty"
-            raise UserError(f"lora_path {what}", reason="bad_lora_path", param="lora_path")
-        folder = os.path.realpath(path)
-        if self._roots and not trusted:
-            for name in ("", CONFIG_FILE, WEIGHTS_FILE):
-                real = os.path.realpath(os.path.join(folder, name))
-                if not any(os.path.commonpath((root, real)) == root for root in self._roots):
-                    raise PermissionDeniedError(
-                        f"lora_path {path[:500]!r} leads outside the folders that adapters may be loaded from: "
-                        "move the adapter there, or add its folder to adapter_roots",
-                        reason="path_outside_roots", param="lora_path",
-                    )  # fmt: skip
-        return folder
 
     def _unknown(self, name: str, param: str) -> NotFoundError:
         with self._lock:

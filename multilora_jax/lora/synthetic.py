@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors.numpy import save_file
 
+from multilora_jax.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from multilora_jax.lora.config import PeftConfig
+from multilora_jax.lora.layout import COMPUTE_DTYPES
 from multilora_jax.lora.tensor_names import projection_path
-from multilora_jax.lora.weights import CONFIG_FILE, WEIGHTS_FILE, AdapterWeights, ModuleKey
+from multilora_jax.lora.weights import AdapterWeights, ModuleKey
 from multilora_jax.memory.geometry import MODULES
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def random_adapter_weights(
         # An entry of B A is a sum of r products: with A of deviation 1/sqrt(r), B's is that of the sum.
         a[key] = rng.standard_normal((r, in_dim), np.float32) / np.float32(np.sqrt(r))
         b[key] = rng.standard_normal((out_dim, r), np.float32) * np.float32(delta_std / (abs(scale[key]) or 1.0))
-    return AdapterWeights("", _content_digest(config, a, b), largest, config, a, b, scale)
+    return AdapterWeights("", _content_digest(config, a, b), largest, config, a, b, scale, model_config.vocab_size)
 
 
 def _content_digest(config: PeftConfig, a: dict[ModuleKey, np.ndarray], b: dict[ModuleKey, np.ndarray]) -> str:
@@ -75,14 +77,26 @@ def _content_digest(config: PeftConfig, a: dict[ModuleKey, np.ndarray], b: dict[
     return digest.hexdigest()
 
 
-def save_peft(weights: AdapterWeights, path: str) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors (float32) as PEFT does; makes the folder.
+def save_peft(weights: AdapterWeights, path: str, dtype: str = "float32") -> None:
+    """Writes adapter_config.json and adapter_model.safetensors as PEFT does; makes the folder.
+
+    Args:
+        weights: an adapter of A and B only.
+        path: the folder.
+        dtype: type of the tensors in the file, "float32", "bfloat16" or "float16".
 
     Raises:
-        ValueError: the config's patterns, which may be anchored to other module names than those written here, would
-            give a module another scale than it has.
+        ValueError: the adapter has more than A and B of projections; or the config's patterns, which may be anchored
+            to other module names than those written here, would give a module another scale than it has.
     """
     config = weights.config
+    more = {
+        "lora_bias": weights.lora_bias, "bias": weights.bias, "magnitude": weights.magnitude, "norms": weights.norms,
+        "final_norm": weights.final_norm, "embed": weights.embed, "head": weights.head,
+        "chat_template": weights.chat_template,
+    }  # fmt: skip
+    if found := [name for name, part in more.items() if part is not None and not (isinstance(part, dict) and not part)]:
+        raise ValueError(f"only A and B of projections are written, and this adapter has {', '.join(found)} too")
     if any(config.scale_of(projection_path(*key)) != scale for key, scale in weights.scale.items()):
         raise ValueError(
             "the adapter's rank_pattern or alpha_pattern does not fit the names that it would be saved under"
@@ -95,11 +109,11 @@ def save_peft(weights: AdapterWeights, path: str) -> None:
         "rank_pattern": {pattern.key: int(pattern.value) for pattern in config.rank_pattern},
         "alpha_pattern": {pattern.key: pattern.value for pattern in config.alpha_pattern},
     }  # fmt: skip
-    tensors = {}
+    tensors, stored = {}, COMPUTE_DTYPES[dtype]
     for key in weights.a:
         name = f"base_model.model.{projection_path(*key)}"
-        tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(weights.a[key])
-        tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(weights.b[key])
+        tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(weights.a[key], stored)
+        tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(weights.b[key], stored)
     os.makedirs(path, exist_ok=True)
     save_file(tensors, os.path.join(path, WEIGHTS_FILE), metadata={"format": "pt"})
     with open(os.path.join(path, CONFIG_FILE), "w", encoding="utf-8") as file:

@@ -1,57 +1,91 @@
-"""A PEFT adapter folder, checked whole and read into float32 arrays: served exactly or refused by name.
+"""A PEFT adapter, checked whole and read into float32 arrays: served exactly or refused by name.
 
-Checks run from cheap to dear: the folder, the config, the names and shapes in the file's header, and only then the
-weights themselves, tensor by tensor.
+Checks run from cheap to dear: the folder, the config, the names and shapes of the tensors, and only then the weights
+themselves, tensor by tensor.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from multilora_jax.errors import AdapterError, NotFoundError
-from multilora_jax.lora.config import PeftConfig, unsupported
-from multilora_jax.lora.tensor_names import TensorKind, TensorName, classify
-from multilora_jax.memory.geometry import MODULES
-from multilora_jax.safetensors_file import (
-    FileError,
-    FileFault,
-    SafetensorsFile,
-    TensorInfo,
-    open_regular,
-    refuse_lfs_pointer,
+from multilora_jax.lora.adapter_files import (
+    CONFIG_FILE,
+    TensorSource,
+    open_weights,
+    read_config,
+    read_tokenizer_files,
 )
+from multilora_jax.lora.arrays import ArraySource, config_of
+from multilora_jax.lora.binding import Binding, bind
+from multilora_jax.lora.config import PeftConfig
+from multilora_jax.lora.tensor_names import EMBED, FINAL_NORM, HEAD, INPUT_NORM, POST_NORM, Slot, TensorKind
+from multilora_jax.lora.vocabulary import VOCAB_PATHS, replaced_rows
+from multilora_jax.memory.geometry import MODULES
+from multilora_jax.safetensors_file import Hasher
 
 if TYPE_CHECKING:
     from multilora_jax.models.config import ModelConfig
 
-CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-MAX_CONFIG_BYTES = 16 * 2**20
-"""Far above any real adapter_config.json, even with a rank for every module of a large model."""
-
 ModuleKey = tuple[int, str]
 """(layer, module), the module being one of memory.geometry.MODULES."""
+NormKey = tuple[int, str]
+"""(layer, "input" or "post"): the norm before attention and the one before the MLP."""
+
+
+@dataclass(frozen=True, eq=False)
+class VocabWeights:
+    """What an adapter holds for embed_tokens or for lm_head; every part may be absent.
+
+    V' is the adapter's vocabulary, D the hidden size, r the rank here.
+
+    Attributes:
+        a, b: float32; embed_tokens: a [r, V'], b [D, r]; lm_head: a [r, D], b [V', r]. Both or neither.
+        scale: factor on `B A`, 0 without them.
+        magnitude: DoRA's float32 magnitudes, embed_tokens [D], lm_head [V'].
+        lora_bias: float32 [V'] added with lm_head's B (so it is scaled too).
+        row_ids: int32 [n], ascending ids of the tokens whose rows of the base are replaced; None replaces none.
+        rows: float32 [n, D], what replaces them.
+    """
+
+    a: np.ndarray | None = None
+    b: np.ndarray | None = None
+    scale: float = 0.0
+    magnitude: np.ndarray | None = None
+    lora_bias: np.ndarray | None = None
+    row_ids: np.ndarray | None = None
+    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """A checked adapter; a module that is absent has no delta.
+    """A checked adapter: PEFT's own numbers, in float32; what is absent changes nothing.
 
     Attributes:
         path: folder that it came from, empty for one made in memory.
-        digest: SHA-256 (hex) of the weights file and of the config fields that change the result.
-        rank: the largest rank of any module.
+        digest: SHA-256 (hex) of everything that changes the result.
+        rank: the largest rank of any module, embed_tokens and lm_head included; 0 where no module has A and B.
         config: the adapter's config.
-        a: float32 [r, in] of each module.
-        b: float32 [out, r] of each module.
+        a: [r, in] of each module.
+        b: [out, r] of each module.
         scale: factor on `B A x` of each module.
+        vocab_size: V', the base's vocabulary or the larger one that the adapter was trained with.
+        lora_bias: [out] of each module that adds one to B's product (scaled like it).
+        bias: [out] of each module whose base bias it replaces.
+        magnitude: [out] of each DoRA module.
+        norms: [D] that replaces the weight of a layer's norm, by (layer, "input") and (layer, "post").
+        final_norm: [D] that replaces the last norm's weight.
+        embed, head: embed_tokens and lm_head.
+        tokenizer_folder: `path` where the folder brings a tokenizer.json.
+        chat_template: the Jinja source that the folder brings.
+        warnings: what is odd about it but served.
     """
 
     path: str
@@ -61,192 +95,186 @@ class AdapterWeights:
     a: dict[ModuleKey, np.ndarray] = field(repr=False)
     b: dict[ModuleKey, np.ndarray] = field(repr=False)
     scale: dict[ModuleKey, float] = field(repr=False)
+    vocab_size: int
+    lora_bias: dict[ModuleKey, np.ndarray] = field(default_factory=dict, repr=False)
+    bias: dict[ModuleKey, np.ndarray] = field(default_factory=dict, repr=False)
+    magnitude: dict[ModuleKey, np.ndarray] = field(default_factory=dict, repr=False)
+    norms: dict[NormKey, np.ndarray] = field(default_factory=dict, repr=False)
+    final_norm: np.ndarray | None = field(default=None, repr=False)
+    embed: VocabWeights | None = field(default=None, repr=False)
+    head: VocabWeights | None = field(default=None, repr=False)
+    tokenizer_folder: str | None = None
+    chat_template: str | None = field(default=None, repr=False)
+    warnings: tuple[str, ...] = ()
 
 
-@dataclass
-class _Pair:
-    """The two header entries of one module."""
-
-    path: str
-    a: TensorInfo | None = None
-    b: TensorInfo | None = None
-
-
-def load_adapter(path: str, model_config: ModelConfig, *, max_lora_rank: int) -> AdapterWeights:
-    """Reads and checks a PEFT LoRA adapter (adapter_config.json and adapter_model.safetensors).
+def load_adapter(
+    path: str,
+    model_config: ModelConfig,
+    *,
+    max_lora_rank: int,
+    max_extra_vocab: int = 0,
+    base_name: str | None = None,
+) -> AdapterWeights:
+    """Reads and checks a PEFT LoRA adapter (adapter_config.json and the weights in any of their formats).
 
     Args:
         path: the folder.
         model_config: the base that the adapter must fit.
         max_lora_rank: ranks above it are refused.
+        max_extra_vocab: most tokens that the adapter may add to the base's vocabulary.
+        base_name: path or hub id of the base, if known; an adapter that names another gets a warning.
 
     Raises:
         NotFoundError: no such folder (`adapter_path_not_found`) or a file missing in it (`adapter_file_not_found`).
         AdapterError: the adapter cannot be served exactly. Reasons: `bad_adapter_config`,
-            `unsupported_adapter_feature`, `pickle_weights`, `sharded_weights`, `lfs_pointer`, `corrupt_weights`,
-            `unsupported_dtype`, `unbound_tensors`, `ambiguous_tensors`, `incomplete_tensors`, `empty_adapter`,
-            `empty_tensor`, `shape_mismatch`, `rank_mismatch`, `rank_too_large`, `nan_weights`.
+            `unsupported_adapter_feature`, `contradictory_adapter`, `pickle_weights`, `sharded_weights`,
+            `lfs_pointer`, `corrupt_weights`, `unsupported_dtype`, `bad_tokenizer`, `unbound_tensors`,
+            `ambiguous_tensors`, `incomplete_tensors`, `empty_adapter`, `empty_tensor`, `shape_mismatch`,
+            `rank_mismatch`, `rank_too_large`, `vocab_too_large`, `nan_weights`.
     """
     if not os.path.isdir(path):
         raise NotFoundError(
             f"adapter folder {path[:500]!r} does not exist: give a local folder that holds {CONFIG_FILE}",
             reason="adapter_path_not_found", param="lora_path",
         )  # fmt: skip
-    config = _read_config(os.path.join(path, CONFIG_FILE))
-    weights_path = os.path.join(path, WEIGHTS_FILE)
-    if not os.path.lexists(weights_path):
-        _refuse_other_formats(path)
-    digest = hashlib.sha256(config.canonical_json() + b"\n")
-    with _refusing(weights_path):
-        file = SafetensorsFile(weights_path)
-        names = {name: classify(name) for name in file.tensors}
-        pairs = _bind(file.tensors.values(), names, model_config.num_layers)
-        rank = _check_shapes(pairs, config, model_config, max_lora_rank)
-        a: dict[ModuleKey, np.ndarray] = {}
-        b: dict[ModuleKey, np.ndarray] = {}
-        for info, array in file.read_all(digest):
-            if not np.isfinite(array).all():
-                raise AdapterError(
-                    f"tensor {info.name!r} holds NaN or infinite values", reason="nan_weights", param="lora_path"
-                )
-            name = names[info.name]
-            (a if name.kind is TensorKind.LORA_A else b)[name.layer, name.module] = array
-    scale = {key: config.scale_of(pair.path) for key, pair in pairs.items()}
-    return AdapterWeights(path, digest.hexdigest(), rank, config, a, b, scale)
+    config = read_config(path)
+    source = open_weights(path)
+    binding = bind(
+        source.tensors, config, model_config, max_lora_rank=max_lora_rank, max_extra_vocab=max_extra_vocab
+    )  # fmt: skip
+    digest = _start_digest(config)
+    has_tokenizer, chat_template = read_tokenizer_files(path, digest)
+    parts = _read(source, binding, config, model_config, digest)
+    warnings = [*_base_warnings(config, base_name), *_delta_warnings(parts)]
+    if not has_tokenizer and os.path.exists(os.path.join(path, "tokenizer.model")):
+        warnings.append("its tokenizer.model is not used, since there is no tokenizer.json beside it: the base's is")
+    return AdapterWeights(
+        path=path, digest=digest.hexdigest(), rank=binding.rank, config=config, vocab_size=binding.vocab_size,
+        tokenizer_folder=path if has_tokenizer else None, chat_template=chat_template, warnings=tuple(warnings),
+        **parts,
+    )  # fmt: skip
 
 
-_REASONS: dict[FileFault, str] = {
-    "not_found": "adapter_file_not_found",
-    "not_regular": "corrupt_weights",
-    "lfs_pointer": "lfs_pointer",
-    "corrupt": "corrupt_weights",
-    "unsupported_dtype": "unsupported_dtype",
-}
+def weights_from_arrays(
+    arrays: Mapping[str, Any],
+    config: PeftConfig | Mapping[str, Any] | None,
+    model_config: ModelConfig,
+    *,
+    max_lora_rank: int,
+    max_extra_vocab: int = 0,
+) -> AdapterWeights:
+    """Checks an adapter that is in memory, as load_adapter does one in files, and copies its arrays.
+
+    Args:
+        arrays: names to arrays, flat or nested; see ArraySource for the names and layouts that are understood.
+        config: as adapter_config.json has it; see config_of for what may be left out.
+        model_config, max_lora_rank, max_extra_vocab: as for load_adapter.
+
+    Raises:
+        AdapterError: see load_adapter.
+    """
+    source = ArraySource(arrays)
+    config = config_of(config, source)
+    binding = bind(
+        source.tensors, config, model_config, max_lora_rank=max_lora_rank, max_extra_vocab=max_extra_vocab
+    )  # fmt: skip
+    digest = _start_digest(config)
+    parts = _read(source, binding, config, model_config, digest)
+    return AdapterWeights(
+        path="", digest=digest.hexdigest(), rank=binding.rank, config=config, vocab_size=binding.vocab_size,
+        warnings=tuple(_delta_warnings(parts)), **parts,
+    )  # fmt: skip
 
 
-@contextmanager
-def _refusing(path: str) -> Iterator[None]:
-    """Turns what is wrong with the adapter's file `path` into the error that refuses the adapter."""
-    name = os.path.basename(path)
-    try:
-        yield
-    except FileError as error:
-        refusal, message = AdapterError, f"{name}: {error.message}"
-        if error.kind == "not_found":
-            refusal, message = NotFoundError, f"cannot open {path[:500]}: {error.message}"
-        elif error.kind == "corrupt":
-            message = f"{name} is damaged: {error.message}; copy or save it again"
-        raise refusal(message, reason=_REASONS[error.kind], param="lora_path") from None
+def _start_digest(config: PeftConfig) -> Any:
+    return hashlib.sha256(config.canonical_json() + b"\n")
 
 
-def _read_config(path: str) -> PeftConfig:
-    with _refusing(path):
-        with open_regular(path) as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        refuse_lfs_pointer(text)
-    if len(text) > MAX_CONFIG_BYTES:
-        raise AdapterError(
-            f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes", reason="bad_adapter_config", param="lora_path"
-        )
-    return PeftConfig.from_json(text)
-
-
-def _refuse_other_formats(path: str) -> None:
-    if os.path.lexists(os.path.join(path, PICKLE_FILE)):
-        raise AdapterError(
-            f"the folder has only {PICKLE_FILE}, a pickle, which may run code when it is opened: convert it where you "
-            f'trust it, with safetensors.torch.save_file(torch.load("{PICKLE_FILE}", weights_only=True), '
-            f'"{WEIGHTS_FILE}")',
-            reason="pickle_weights", param="lora_path",
-        )  # fmt: skip
-    if glob.glob("adapter_model*-of-*.safetensors", root_dir=path):
-        raise AdapterError(
-            f"the weights are split over several files, which PEFT cannot load either: join them in {WEIGHTS_FILE}",
-            reason="sharded_weights", param="lora_path",
-        )  # fmt: skip
-
-
-def _listing(names: Iterable[str], limit: int = 5) -> str:
-    names = list(names)
-    shown = ", ".join(repr(name[:200]) for name in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _bind(tensors: Collection[TensorInfo], names: dict[str, TensorName], num_layers: int) -> dict[ModuleKey, _Pair]:
-    """Gives every tensor its (layer, module), or raises AdapterError."""
-    if not tensors:
-        raise AdapterError("the adapter holds no tensors", reason="empty_adapter", param="lora_path")
-    for kind in TensorKind:
-        found = [name for name, parsed in names.items() if parsed.kind is kind]
-        if found and kind not in (TensorKind.LORA_A, TensorKind.LORA_B, TensorKind.UNKNOWN):
-            raise unsupported(kind.value, f"the file holds {_listing(found)}")
-    unbound = [n for n, parsed in names.items() if parsed.kind is TensorKind.UNKNOWN or parsed.layer >= num_layers]
-    if unbound:
-        raise AdapterError(
-            f"these tensors belong to no projection of the base, whose layers are 0 to {num_layers - 1} and whose "
-            f"projections are {', '.join(MODULES)}: {_listing(unbound)}; was it trained on another base?",
-            reason="unbound_tensors", param="lora_path",
-        )  # fmt: skip
-    adapters = sorted({parsed.adapter for parsed in names.values()})
-    if len(adapters) > 1:
-        raise AdapterError(
-            f"the file holds several adapters ({_listing(adapters)}): save each in its own folder",
-            reason="ambiguous_tensors", param="lora_path",
-        )  # fmt: skip
-    pairs: dict[ModuleKey, _Pair] = {}
-    for info in tensors:
-        name = names[info.name]
-        pair = pairs.setdefault((name.layer, name.module), _Pair(name.module_path))
-        side = "a" if name.kind is TensorKind.LORA_A else "b"
-        if getattr(pair, side) is not None or pair.path != name.module_path:
+def _read(
+    source: TensorSource, binding: Binding, config: PeftConfig, model_config: ModelConfig, hasher: Hasher
+) -> dict[str, Any]:
+    """The fields of AdapterWeights that hold arrays or scales; feeds the weights to `hasher`."""
+    arrays: dict[Slot, np.ndarray] = {}
+    for entry, array in source.read_all(hasher):
+        if not np.isfinite(array).all():
             raise AdapterError(
-                f"layer {name.layer} {name.module} is given twice, by {info.name!r} and by another tensor",
-                reason="ambiguous_tensors", param="lora_path",
-            )  # fmt: skip
-        setattr(pair, side, info)
-    alone = [info.name for pair in pairs.values() if (info := pair.a or pair.b) and not (pair.a and pair.b)]
-    if alone:
-        raise AdapterError(
-            f"lora_A and lora_B must come in pairs, and these have no partner: {_listing(alone)}",
-            reason="incomplete_tensors", param="lora_path",
-        )  # fmt: skip
-    return pairs
+                f"tensor {entry.name!r} holds NaN or infinite values", reason="nan_weights", param="lora_path"
+            )
+        slot = binding.slots[entry.name]
+        arrays[slot] = array.reshape(-1) if slot[0] is TensorKind.MAGNITUDE else array
+
+    def of(kind: TensorKind) -> dict[ModuleKey, np.ndarray]:
+        return {(layer, module): array for (k, layer, module), array in arrays.items() if k is kind and layer >= 0}
+
+    norms = {
+        (layer, module): array
+        for (kind, layer, module), array in arrays.items()
+        if kind in (TensorKind.WEIGHT, TensorKind.SAVED_WEIGHT) and module not in VOCAB_PATHS
+    }
+    scale = {place: config.scale_of(path) for place, path in binding.paths.items()}
+    rows = replaced_rows(arrays, config, model_config, binding.vocab_size)
+    return {
+        "a": of(TensorKind.LORA_A),
+        "b": of(TensorKind.LORA_B),
+        "scale": {place: factor for place, factor in scale.items() if place[1] in MODULES},
+        "lora_bias": of(TensorKind.LORA_BIAS),
+        "bias": of(TensorKind.BIAS),
+        "magnitude": of(TensorKind.MAGNITUDE),
+        "norms": {(layer, _NORMS[module]): array for (layer, module), array in norms.items() if layer >= 0},
+        "final_norm": norms.get((-1, FINAL_NORM)),
+        "embed": _vocab(EMBED, arrays, scale.get((-1, EMBED), 0.0), rows),
+        "head": _vocab(HEAD, arrays, scale.get((-1, HEAD), 0.0), rows),
+    }
 
 
-def _check_shapes(
-    pairs: dict[ModuleKey, _Pair], config: PeftConfig, model_config: ModelConfig, max_lora_rank: int
-) -> int:
-    """Checks every shape against the base and the config; returns the largest rank."""
-    largest = 0
-    for (_, module), pair in pairs.items():
-        assert pair.a is not None
-        assert pair.b is not None
-        for info in (pair.a, pair.b):
-            if len(info.shape) != 2 or 0 in info.shape:
-                raise AdapterError(
-                    f"tensor {info.name!r} has shape {info.shape}, not that of a matrix: was it saved from sharded "
-                    "training (ZeRO-3, FSDP) without gathering the weights?",
-                    reason="empty_tensor", param="lora_path",
-                )  # fmt: skip
-        rank, in_dim, out_dim = pair.a.shape[0], *model_config.module_dims(module)
-        for info, wanted in ((pair.a, (rank, in_dim)), (pair.b, (out_dim, rank))):
-            if info.shape != wanted:
-                raise AdapterError(
-                    f"tensor {info.name!r} has shape {info.shape} where the base and rank {rank} need {wanted}; was "
-                    "it trained on another base?",
-                    reason="shape_mismatch", param="lora_path",
-                )  # fmt: skip
-        if rank > max_lora_rank:
-            raise AdapterError(
-                f"tensor {pair.a.name!r} has rank {rank}, above max_lora_rank {max_lora_rank}: start the server with "
-                f"max_lora_rank of at least {rank}",
-                reason="rank_too_large", param="lora_path",
-            )  # fmt: skip
-        if rank != config.rank_of(pair.path):
-            raise AdapterError(
-                f"tensor {pair.a.name!r} has rank {rank} but adapter_config.json gives that module rank "
-                f"{config.rank_of(pair.path)}, so its scale is in doubt: mend r or rank_pattern",
-                reason="rank_mismatch", param="r",
-            )  # fmt: skip
-        largest = max(largest, rank)
-    return largest
+_NORMS = {INPUT_NORM: "input", POST_NORM: "post"}
+
+
+def _vocab(
+    module: str,
+    arrays: Mapping[Slot, np.ndarray],
+    scale: float,
+    rows: Mapping[str, tuple[np.ndarray, np.ndarray]],
+) -> VocabWeights | None:
+    a, b, magnitude, lora_bias = (
+        arrays.get((kind, -1, module))
+        for kind in (TensorKind.LORA_A, TensorKind.LORA_B, TensorKind.MAGNITUDE, TensorKind.LORA_BIAS)
+    )
+    if a is None and module not in rows:
+        return None
+    row_ids, new_rows = rows.get(module, (None, None))
+    return VocabWeights(a, b, scale, magnitude, lora_bias, row_ids, new_rows)
+
+
+def _delta_warnings(parts: Mapping[str, Any]) -> list[str]:
+    """Says so where nothing in the adapter can change a result."""
+    vocab = [part for part in (parts["embed"], parts["head"]) if part is not None]
+    more = any(parts[name] for name in ("bias", "magnitude", "norms")) or parts["final_norm"] is not None
+    more = more or any(part.magnitude is not None or part.rows is not None for part in vocab)
+    products = [(parts["scale"][key], b) for key, b in parts["b"].items()]
+    products += [(parts["scale"][key], bias) for key, bias in parts["lora_bias"].items()]
+    products += [(part.scale, b) for part in vocab for b in (part.b, part.lora_bias) if b is not None]
+    if more or any(scale and b.any() for scale, b in products):
+        return []
+    return ["its delta is zero: it changes nothing, as an adapter that was never trained"]
+
+
+def _base_warnings(config: PeftConfig, base_name: str | None) -> list[str]:
+    """Says so where the adapter plainly names another base; where its folder lies is of no interest."""
+    named, served = (_last_part(name) for name in (config.base_model_name_or_path, base_name))
+    if not named or not served or named.lower() == served.lower():
+        return []
+    return [f"it says that it was trained on {named[:200]!r}, and the base here is {served[:200]!r}"]
+
+
+def _last_part(name: str | None) -> str:
+    """The last component of a path or hub id; empty where that says nothing of the model."""
+    part = re.split(r"[/\\]", (name or "").rstrip("/\\"))[-1]
+    says_nothing = (
+        part in ("", ".", "..")
+        or part.startswith("pypi:")
+        or part.endswith(".gguf")
+        or re.fullmatch(r"[0-9a-f]{40}", part)
+    )
+    return "" if says_nothing else part

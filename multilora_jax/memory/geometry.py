@@ -37,6 +37,8 @@ class PoolGeometry:
         num_kv_heads: K; head_dim: H.
         tp: shards of the element axis.
         dtype: compute type, "float32", "bfloat16" or "float16"; the pool stores its bits as unsigned integers.
+        vocab_rows: rows of the embedding and of the head as they are kept, a whole number of units: the model's
+            vocabulary and room for tokens that adapters add. 0 where no adapter is ever served.
     """
 
     num_layers: int
@@ -50,6 +52,7 @@ class PoolGeometry:
     head_dim: int
     tp: int = 1
     dtype: str = "float32"
+    vocab_rows: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("num_kv_heads", self.num_kv_heads), ("unit width", self.unit)):

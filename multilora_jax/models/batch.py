@@ -17,7 +17,9 @@ import jax
 class LayerRows:
     """Active rank rows of one layer, copied out of the pool when the set of active adapters changes.
 
-    A is kept as rows `[M, R, in]`, the M modules that share an input together; B as `[out, R]`.
+    A is kept as rows `[M, R, in]`, the M modules that share an input together; B as `[out, R]`. Besides the rows of A
+    and B an adapter may own a row with its biases, one with its gains and one with its norm deltas (the input norm's
+    in `b_o`, the other's in `b_down`): the tables in LoRARows say which row is which.
     """
 
     a_qkv: jax.Array  # [3, R, D]
@@ -35,12 +37,50 @@ class LayerRows:
 
 @jax.tree_util.register_dataclass
 @dataclass
+class VocabTables:
+    """Where the active adapters keep what they change outside the layers; read in place from their pages.
+
+    The columns of layout_XF are `models.vocab_rows.FIELDS`; X counts adapter slots.
+    """
+
+    pages_P: jax.Array  # int32[P], page ids of the active adapters, one adapter after the other
+    first_X: jax.Array  # int32[X], where an adapter's pages begin in pages_P
+    layout_XF: jax.Array  # int32[X, F], first units and counts
+    scale_X2: jax.Array  # float32[X, 2], alpha / r of the embedding's and of the head's rank rows
+    slots_X: jax.Array  # int32[X], the slots that have anything here, in front
+    num_slots: jax.Array  # int32[], how many those are
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class VocabInputs:
+    """What embedding, last norm and head read where an adapter of the step changes them."""
+
+    pool: jax.Array  # uint[L, P, E]
+    tables: VocabTables
+    mix_SX: jax.Array  # float32[S, X], factor of row s on the adapter in slot x
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ExtraTables:
+    """Tables that only steps with an extended adapter (gains, norms, vocabulary) carry."""
+
+    gain_LMR: jax.Array  # float32[L, 7, R], 1 where row r of the module's B is a gain (DoRA)
+    norm_L2R: jax.Array  # float32[L, 2, R], 1 where row r holds deltas of the input norm and of the other
+    vocab: VocabTables
+
+
+@jax.tree_util.register_dataclass
+@dataclass
 class LoRARows:
-    """Rank rows of all active adapters (R is a bucket) and who owns each."""
+    """Rank rows of all active adapters (R is a bucket) and what they are."""
 
     layers: list[LayerRows]
-    owner_R: jax.Array  # int32[R], index of the adapter among the active ones; -2 where the row is free
+    owner_R: jax.Array  # int32[R], slot of the adapter; -2 where the row is free
     scale_LMR: jax.Array  # float32[L, 7, R], alpha / r of the row's adapter; 0 where its module has no such row
+    const_LMR: jax.Array  # float32[L, 7, R], 1 where row r of the module's B is a bias
+    extra: ExtraTables | None  # None: no adapter of this step needs it
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +90,7 @@ class SamplingBatch:
 
     index_S: jax.Array  # int32[S], index into T of the token whose successor row s samples
     position_S: jax.Array  # int32[S], position of that successor
+    vocab_S: jax.Array  # int32[S], token ids below this one exist for the row
     temperature_S: jax.Array  # float32[S], 0 is greedy
     top_p_S: jax.Array  # float32[S]
     min_p_S: jax.Array  # float32[S]
@@ -66,12 +107,12 @@ class ForwardBatch:
     token_ids_T: jax.Array  # int32[T]
     positions_T: jax.Array  # int32[T]
     slots_T: jax.Array  # int32[T], page * page_tokens + offset of the token's K and V
-    adapter_T: jax.Array  # int32[T], index among the active adapters; -1 is the base
     table_SP: jax.Array  # int32[S, pages], page table of each row
     decode_chunks: jax.Array  # int32[], page chunks that the longest decode row needs
     prefill_chunks: jax.Array  # int32[], the same of the prefill blocks
     sampling: SamplingBatch
-    lora: LoRARows | None  # None: no row of this step has an adapter
+    mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: no adapter in this step
+    lora: LoRARows | None  # None likewise
 
 
 @jax.tree_util.register_dataclass
@@ -86,5 +127,8 @@ class LayerInputs:
     prefill_chunks: jax.Array  # int32[]
     cos_TH2: jax.Array  # float32[T, H/2]
     sin_TH2: jax.Array  # float32[T, H/2]
-    own_RT: jax.Array | None  # bool[R, T], whether rank row r belongs to token t's adapter
+    mix_RT: jax.Array | None  # float32[R, T], factor of token t on the adapter that owns rank row r
     scale_LMR: jax.Array | None  # float32[L, 7, R]
+    const_LMR: jax.Array | None  # float32[L, 7, R]
+    gain_LMR: jax.Array | None  # float32[L, 7, R]
+    norm_L2R: jax.Array | None  # float32[L, 2, R]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 from multilora_jax.errors import ConfigError
@@ -250,9 +250,14 @@ class ModelConfig:
         layer += (Q + 2 * KV + D) * self.attention_bias + (2 * F + D) * self.mlp_bias
         return self.num_layers * layer + D + self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
 
-    def geometry(self, num_pages: int, page_tokens: int, tp: int = 1, dtype: str = "float32") -> PoolGeometry:
-        """The pool's shape for this model; see PoolGeometry for the arguments and what is refused."""
-        return PoolGeometry(
+    def geometry(
+        self, num_pages: int, page_tokens: int, tp: int = 1, dtype: str = "float32", extra_vocab: int = 0
+    ) -> PoolGeometry:
+        """The pool's shape for this model; see PoolGeometry for the arguments and what is refused.
+
+        `extra_vocab` is the least room for tokens that adapters add; it is rounded up to whole units.
+        """
+        geometry = PoolGeometry(
             num_layers=self.num_layers,
             num_pages=num_pages,
             page_tokens=page_tokens,
@@ -265,6 +270,8 @@ class ModelConfig:
             tp=tp,
             dtype=dtype,
         )
+        units = -(-(self.vocab_size + extra_vocab) // geometry.unit)
+        return replace(geometry, vocab_rows=units * geometry.unit)
 
 
 def _size(config: dict[str, Any], field: str, default: int | None = None) -> int:

@@ -60,11 +60,15 @@ def along_features(spec: LlamaSpec, vector: jax.Array) -> jax.Array:
     return vector[:, None] if spec.features_first else vector[None, :]
 
 
-def rms_norm(spec: LlamaSpec, x: jax.Array, weight_D: jax.Array) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in the compute type."""
+def rms_norm(spec: LlamaSpec, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in the compute type.
+
+    The weight is [D], or in x's layout where tokens have weights of their own.
+    """
     x = x.astype(_F32)
     scale = jax.lax.rsqrt(jnp.mean(x * x, spec.feature_axis, keepdims=True) + spec.config.rms_norm_eps)
-    return (x * scale * along_features(spec, weight_D).astype(_F32)).astype(spec.dtype)
+    weight = weight if weight.ndim == 2 else along_features(spec, weight)
+    return (x * scale * weight.astype(_F32)).astype(spec.dtype)
 
 
 def to_heads(spec: LlamaSpec, x: jax.Array, num_heads: int) -> jax.Array:

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows
+from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows, VocabInputs
 from multilora_jax.models.layers import (
     LlamaSpec,
-    along_features,
     attend,
     from_heads,
     linear,
@@ -28,7 +27,8 @@ from multilora_jax.models.layers import (
     to_heads,
     write_kv,
 )
-from pallas_kernels.segmented_lora import lora_expand, lora_shrink
+from multilora_jax.models.projections import LayerDeltas, column_parallel, norm_weight, row_parallel
+from multilora_jax.models.vocab_rows import embedding_deltas, final_norm_deltas, head_deltas
 
 _F32 = jnp.float32
 
@@ -82,12 +82,12 @@ def forward(
         (pool, hidden): hidden is the normed output of the last layer, [D, T] if spec.features_first else [T, D].
     """
     _check(pool, batch, spec)
-    x, inputs = begin(params["top"], batch, spec=spec)
+    x, inputs = begin(params["top"], batch, vocab_inputs(pool, batch), spec=spec)
     rows = batch.lora.layers if batch.lora is not None else [None] * len(params["layers"])
     layer_fn = jax.jit(functools.partial(decoder_layer, spec=spec))
     for index, weights in enumerate(params["layers"]):
         x, pool = layer_fn(weights, rows[index], pool, jnp.int32(index), x, inputs)
-    return pool, rms_norm(spec, x, params["top"]["final_norm"])
+    return pool, final_hidden(params["top"], x, vocab_inputs(pool, batch), spec=spec)
 
 
 def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
@@ -96,10 +96,12 @@ def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
     shards = 1 if spec.axis_name is None else g.tp
     chex.assert_shape(pool, (g.num_layers, g.num_pages, g.page_elements // shards))
     chex.assert_type(pool, g.storage_dtype)
-    chex.assert_equal_shape([batch.token_ids_T, batch.positions_T, batch.slots_T, batch.adapter_T])
+    chex.assert_equal_shape([batch.token_ids_T, batch.positions_T, batch.slots_T])
     chex.assert_rank([batch.token_ids_T, batch.table_SP, batch.decode_chunks, batch.prefill_chunks], [1, 2, 0, 0])
     chex.assert_type(jax.tree.leaves((batch.token_ids_T, batch.positions_T, batch.slots_T, batch.table_SP)), jnp.int32)
     tokens, rows = batch.token_ids_T.shape[0], batch.table_SP.shape[0]
+    if (batch.lora is None) != (batch.mix_SX is None) or (batch.mix_SX is not None and len(batch.mix_SX) != rows):
+        raise ValueError(f"mix_SX goes with lora and has a row for each of the {rows} rows of the batch")
     if tokens < rows or (tokens - rows) % (spec.prefill_block - 1):
         raise ValueError(
             f"a batch of {rows} rows cannot have {tokens} tokens: it has one for each decode row and "
@@ -107,17 +109,35 @@ def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
         )
 
 
-def begin(top: dict[str, jax.Array], batch: ForwardBatch, *, spec: LlamaSpec) -> tuple[jax.Array, LayerInputs]:
+def vocab_inputs(pool: jax.Array, batch: ForwardBatch) -> VocabInputs | None:
+    """What the parts outside the layers read of a step; None where no adapter changes them."""
+    if batch.lora is None or batch.lora.extra is None or batch.mix_SX is None:
+        return None
+    return VocabInputs(pool, batch.lora.extra.vocab, batch.mix_SX)
+
+
+def begin(
+    top: dict[str, jax.Array], batch: ForwardBatch, vocab: VocabInputs | None, *, spec: LlamaSpec
+) -> tuple[jax.Array, LayerInputs]:
     """Embeds the tokens and prepares what every layer reads.
+
+    Args:
+        top: Llama.params()["top"].
+        vocab: from `vocab_inputs`.
 
     Returns:
         (x, inputs): x is the float32 residual stream in the activation layout.
     """
+    num_tokens = batch.token_ids_T.shape[0]
     embedded_TD = _embed(spec, top["embed"], batch.token_ids_T).astype(_F32)
-    own_RT = scale_LMR = None
-    if batch.lora is not None:
-        own_RT = batch.lora.owner_R[:, None] == batch.adapter_T[None, :]
-        scale_LMR = batch.lora.scale_LMR
+    if vocab is not None:
+        mix_TX = rows_to_tokens(spec, vocab.mix_SX, num_tokens)
+        embedded_TD = embedding_deltas(spec, vocab.pool, vocab.tables, embedded_TD, batch.token_ids_T, mix_TX)
+    lora, mix_RT = batch.lora, None
+    if lora is not None and batch.mix_SX is not None:
+        mix_SR = jnp.take(batch.mix_SX, jnp.maximum(lora.owner_R, 0), axis=1, mode="clip")
+        mix_RT = rows_to_tokens(spec, jnp.where(lora.owner_R >= 0, mix_SR, 0.0), num_tokens).T
+    extra = lora and lora.extra
     inputs = LayerInputs(
         positions_T=batch.positions_T,
         slots_T=batch.slots_T,
@@ -126,19 +146,53 @@ def begin(top: dict[str, jax.Array], batch: ForwardBatch, *, spec: LlamaSpec) ->
         prefill_chunks=batch.prefill_chunks,
         cos_TH2=top["cos"][batch.positions_T],
         sin_TH2=top["sin"][batch.positions_T],
-        own_RT=own_RT,
-        scale_LMR=scale_LMR,
+        mix_RT=mix_RT,
+        scale_LMR=lora and lora.scale_LMR,
+        const_LMR=lora and lora.const_LMR,
+        gain_LMR=extra and extra.gain_LMR,
+        norm_L2R=extra and extra.norm_L2R,
     )
     return (embedded_TD.T if spec.features_first else embedded_TD), inputs
 
 
-def compute_logits(top: dict[str, jax.Array], hidden: jax.Array, *, spec: LlamaSpec) -> jax.Array:
-    """Head over hidden states in the activation layout; `top` is Llama.params()["top"]. Returns float32[S, V]."""
+def rows_to_tokens(spec: LlamaSpec, values_SX: jax.Array, num_tokens: int) -> jax.Array:
+    """Gives each token its row's values: [S, X] to [T, X] (a decode row has one token, a prefill block many)."""
+    block = spec.prefill_block
+    num_blocks = (num_tokens - len(values_SX)) // (block - 1)
+    num_decodes = len(values_SX) - num_blocks
+    return jnp.concatenate([values_SX[:num_decodes], jnp.repeat(values_SX[num_decodes:], block, axis=0)])
+
+
+def final_hidden(top: dict[str, jax.Array], x: jax.Array, vocab: VocabInputs | None, *, spec: LlamaSpec) -> jax.Array:
+    """The last norm over the residual stream of T tokens, in the activation layout and the compute type."""
+    if vocab is None:
+        return rms_norm(spec, x, top["final_norm"])
+    mix_TX = rows_to_tokens(spec, vocab.mix_SX, x.shape[1 - spec.feature_axis])
+    weight_TD = top["final_norm"].astype(_F32) + final_norm_deltas(spec, vocab.pool, vocab.tables, mix_TX)
+    return rms_norm(spec, x, weight_TD.T if spec.features_first else weight_TD)
+
+
+def compute_logits(
+    top: dict[str, jax.Array], hidden: jax.Array, *, spec: LlamaSpec, vocab: VocabInputs | None = None
+) -> jax.Array:
+    """Head over hidden states.
+
+    Args:
+        top: Llama.params()["top"].
+        hidden: S hidden states in the activation layout.
+        vocab: what adapters change in the head of these S rows; None for the base's head.
+
+    Returns:
+        float32[S, vocab_rows]; the columns past a row's own vocabulary mean nothing.
+    """
     y = linear(spec, top.get("lm_head", top["embed"]), hidden)
     logits_SV = y.T if spec.features_first else y
-    if spec.axis_name is not None and logits_SV.shape[1] != spec.config.vocab_size:
+    if spec.axis_name is not None:
         logits_SV = jax.lax.all_gather(logits_SV, spec.axis_name, axis=1, tiled=True)
-    return logits_SV
+    if vocab is None:
+        return logits_SV
+    hidden_SD = hidden.T if spec.features_first else hidden
+    return head_deltas(spec, vocab.pool, vocab.tables, logits_SV, hidden_SD, vocab.mix_SX)
 
 
 def take_tokens(spec: LlamaSpec, hidden: jax.Array, tokens_S: jax.Array) -> jax.Array:
@@ -147,66 +201,12 @@ def take_tokens(spec: LlamaSpec, hidden: jax.Array, tokens_S: jax.Array) -> jax.
 
 
 def _embed(spec: LlamaSpec, embed_VD: jax.Array, token_ids_T: jax.Array) -> jax.Array:
-    shard_rows = embed_VD.shape[0]
-    if spec.axis_name is None or shard_rows == spec.config.vocab_size:
+    if spec.axis_name is None:
         return jnp.take(embed_VD, token_ids_T, axis=0, mode="clip")
-    local_T = token_ids_T - jax.lax.axis_index(spec.axis_name) * shard_rows
-    here_T = (local_T >= 0) & (local_T < shard_rows)
+    local_T = token_ids_T - jax.lax.axis_index(spec.axis_name) * embed_VD.shape[0]
+    here_T = (local_T >= 0) & (local_T < embed_VD.shape[0])
     found_TD = jnp.take(embed_VD, jnp.where(here_T, local_T, 0), axis=0, mode="clip")
     return jax.lax.psum(jnp.where(here_T[:, None], found_TD, 0), spec.axis_name)
-
-
-def _psum(spec: LlamaSpec, x: jax.Array) -> jax.Array:
-    return x if spec.axis_name is None else jax.lax.psum(x, spec.axis_name)
-
-
-def _shard_slice(spec: LlamaSpec, x: jax.Array) -> jax.Array:
-    """This shard's slice of the features of a replicated activation."""
-    if spec.axis_name is None:
-        return x
-    width = x.shape[spec.feature_axis] // spec.geometry.tp
-    start = jax.lax.axis_index(spec.axis_name) * width
-    return jax.lax.dynamic_slice_in_dim(x, start, width, spec.feature_axis)
-
-
-def _add_shard_slice(spec: LlamaSpec, y: jax.Array, delta: jax.Array) -> jax.Array:
-    """Adds a delta that covers this shard's slice of the features to a partial sum over all of them.
-
-    The base's own all-reduce then adds the slices of all shards, so the adapter costs no further collective of [T, D]
-    (the fusion of S-LoRA section 6).
-    """
-    if spec.axis_name is None:
-        return y + delta
-    width = delta.shape[spec.feature_axis]
-    start = jax.lax.axis_index(spec.axis_name) * width
-    old = jax.lax.dynamic_slice_in_dim(y, start, width, spec.feature_axis)
-    return jax.lax.dynamic_update_slice_in_dim(y, old + delta, start, spec.feature_axis)
-
-
-def _column_parallel(
-    spec: LlamaSpec, w_OI: jax.Array, bias_O: jax.Array | None, x: jax.Array, a_MRI: Any, b_OR: Any, weight_MRT: Any
-) -> jax.Array:
-    """Projections that share an input (q, k, v or gate, up), outputs side by side, each with its LoRA delta."""
-    y = linear(spec, w_OI, x, bias_O)
-    if a_MRI is None:
-        return y
-    s = lora_shrink(
-        _shard_slice(spec, x), a_MRI, weight_MRT, features_first=spec.features_first, axis_name=spec.axis_name
-    )
-    deltas = [lora_expand(s[m], b_OR[m], features_first=spec.features_first) for m in range(len(b_OR))]
-    return y + jnp.concatenate(deltas, spec.feature_axis)
-
-
-def _row_parallel(
-    spec: LlamaSpec, w_OI: jax.Array, bias_O: jax.Array | None, x: jax.Array, a_MRI: Any, b_OR: Any, weight_MRT: Any
-) -> jax.Array:
-    """A projection whose input is sharded (o, down), with its LoRA delta."""
-    y = linear(spec, w_OI, x)
-    if a_MRI is not None:
-        s = lora_shrink(x, a_MRI, weight_MRT, features_first=spec.features_first, axis_name=spec.axis_name)
-        y = _add_shard_slice(spec, y, lora_expand(s[0], b_OR, features_first=spec.features_first))
-    y = _psum(spec, y)
-    return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)
 
 
 def decoder_layer(
@@ -234,33 +234,20 @@ def decoder_layer(
     """
     config, tp, axis = spec.config, spec.geometry.tp, spec.feature_axis
     N, K, H = config.num_heads // tp, config.num_kv_heads // tp, config.head_dim
-    weight_MRT = None
-    if inputs.own_RT is not None and inputs.scale_LMR is not None:
-        # alpha / r where rank row r belongs to token t's adapter, else 0
-        weight_MRT = jnp.where(inputs.own_RT[None], inputs.scale_LMR[layer][:, :, None], 0.0)
+    lora = LayerDeltas.of(rows, layer, inputs)
 
-    def part(first: int, last: int) -> jax.Array | None:
-        return None if weight_MRT is None else weight_MRT[first:last]
-
-    h = rms_norm(spec, x, w["input_norm"])
-    qkv = _column_parallel(
-        spec, w["qkv"], w.get("qkv_bias"), h, rows and rows.a_qkv, rows and (rows.b_q, rows.b_k, rows.b_v), part(0, 3)
-    )
+    h = rms_norm(spec, x, norm_weight(spec, w["input_norm"], lora, 0))
+    qkv = column_parallel(spec, w["qkv"], w.get("qkv_bias"), h, lora, ("q_proj", "k_proj", "v_proj"))
     q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis)
     q_TNH = rotate(to_heads(spec, q, N), inputs.cos_TH2, inputs.sin_TH2)
     k_TKH = rotate(to_heads(spec, k, K), inputs.cos_TH2, inputs.sin_TH2)
     pool = write_kv(spec, pool, layer, k_TKH, to_heads(spec, v, K), inputs.slots_T)
     attended = from_heads(spec, attend(spec, q_TNH.astype(spec.dtype), pool, layer, inputs, K))
-    x = x + _row_parallel(spec, w["o"], w.get("o_bias"), attended, rows and rows.a_o, rows and rows.b_o, part(3, 4))
+    x = x + row_parallel(spec, w["o"], w.get("o_bias"), attended, lora, "o_proj")
 
-    h = rms_norm(spec, x, w["post_norm"])
-    gate_up = _column_parallel(
-        spec, w["gate_up"], w.get("gate_up_bias"), h, rows and rows.a_gate_up, rows and (rows.b_gate, rows.b_up),
-        part(4, 6),
-    )  # fmt: skip
+    h = rms_norm(spec, x, norm_weight(spec, w["post_norm"], lora, 1))
+    gate_up = column_parallel(spec, w["gate_up"], w.get("gate_up_bias"), h, lora, ("gate_proj", "up_proj"))
     gate, up = jnp.split(gate_up, 2, axis)
     activated = (jax.nn.silu(gate) * up).astype(spec.dtype)
-    x = x + _row_parallel(
-        spec, w["down"], w.get("down_bias"), activated, rows and rows.a_down, rows and rows.b_down, part(6, 7)
-    )
+    x = x + row_parallel(spec, w["down"], w.get("down_bias"), activated, lora, "down_proj")
     return x, pool

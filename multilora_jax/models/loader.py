@@ -31,6 +31,7 @@ class ParamRecord:
     Attributes:
         name: its key in Llama's `top` or in a layer.
         sources: checkpoint tensors laid end to end along axis 0, within each shard.
+        rows: rows of each source; a single source may have fewer than the parameter, which ends in zeros then.
         shape: whole shape.
         spec: how it is split over the mesh.
         scale: standard deviation of dummy weights; 0 draws ones (a norm).
@@ -38,9 +39,15 @@ class ParamRecord:
 
     name: str
     sources: tuple[str, ...]
+    rows: tuple[int, ...]
     shape: tuple[int, ...]
     spec: P
     scale: float
+
+    def place_of(self, source: str, tp: int) -> tuple[int, int]:
+        """First row of a source in each of `tp` shards of the parameter, and how many rows it has there."""
+        index = self.sources.index(source)
+        return sum(self.rows[:index]) // tp, self.rows[index] // tp
 
 
 def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
@@ -53,35 +60,34 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     qkv = tuple(f"{attention}{n}_proj" for n in "qkv")
     gate_up = (f"{mlp}gate_proj", f"{mlp}up_proj")
     weights = [
-        ("qkv", qkv, (Q + 2 * KV, D), column, c.attention_bias, P(MODEL_AXIS)),
-        ("o", (f"{attention}o_proj",), (D, Q), row, c.attention_bias, P()),
-        ("gate_up", gate_up, (2 * F, D), column, c.mlp_bias, P(MODEL_AXIS)),
-        ("down", (f"{mlp}down_proj",), (D, F), row, c.mlp_bias, P()),
+        ("qkv", qkv, (Q, KV, KV), D, column, c.attention_bias, P(MODEL_AXIS)),
+        ("o", (f"{attention}o_proj",), (D,), Q, row, c.attention_bias, P()),
+        ("gate_up", gate_up, (F, F), D, column, c.mlp_bias, P(MODEL_AXIS)),
+        ("down", (f"{mlp}down_proj",), (D,), F, row, c.mlp_bias, P()),
     ]
     records = [
-        ParamRecord("input_norm", (f"{prefix}input_layernorm.weight",), (D,), P(), 0),
-        ParamRecord("post_norm", (f"{prefix}post_attention_layernorm.weight",), (D,), P(), 0),
+        ParamRecord("input_norm", (f"{prefix}input_layernorm.weight",), (D,), (D,), P(), 0),
+        ParamRecord("post_norm", (f"{prefix}post_attention_layernorm.weight",), (D,), (D,), P(), 0),
     ]
-    for name, modules, shape, split, biased, bias_split in weights:
-        scale = shape[1] ** -0.5
-        records.append(ParamRecord(name, tuple(f"{m}.weight" for m in modules), shape, split, scale))
+    for name, modules, rows, width, split, biased, bias_split in weights:
+        shape = (sum(rows), width)
+        records.append(ParamRecord(name, tuple(f"{m}.weight" for m in modules), rows, shape, split, width**-0.5))
         if biased:
             sources = tuple(f"{m}.bias" for m in modules)
-            records.append(ParamRecord(f"{name}_bias", sources, shape[:1], bias_split, 0.02))
+            records.append(ParamRecord(f"{name}_bias", sources, rows, shape[:1], bias_split, 0.02))
     return records
 
 
 def top_records(spec: LlamaSpec) -> list[ParamRecord]:
-    """The parameters outside the layers. A vocabulary that the shards do not divide is replicated."""
-    c = spec.config
-    split = P(MODEL_AXIS, None) if c.vocab_size % spec.geometry.tp == 0 else P()
-    shape = (c.vocab_size, c.hidden_size)
+    """The parameters outside the layers; the vocabulary is padded to whole units, which the shards divide."""
+    c, split = spec.config, P(MODEL_AXIS, None)
+    rows, shape, width = (c.vocab_size,), (spec.geometry.vocab_rows, c.hidden_size), (c.hidden_size,)
     records = [
-        ParamRecord("embed", ("model.embed_tokens.weight",), shape, split, 1.0),
-        ParamRecord("final_norm", ("model.norm.weight",), (c.hidden_size,), P(), 0),
+        ParamRecord("embed", ("model.embed_tokens.weight",), rows, shape, split, 1.0),
+        ParamRecord("final_norm", ("model.norm.weight",), width, width, P(), 0),
     ]
     if not c.tie_word_embeddings:
-        records.append(ParamRecord("lm_head", ("lm_head.weight",), shape, split, c.hidden_size**-0.5))
+        records.append(ParamRecord("lm_head", ("lm_head.weight",), rows, shape, split, c.hidden_size**-0.5))
     return records
 
 
@@ -134,6 +140,10 @@ def load_llama(
 def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -> np.ndarray:
     """Lays a parameter's tensors together; where axis 0 is split, each shard's part of every tensor."""
     out = np.empty(record.shape, spec.dtype)
+    if len(record.sources) == 1:
+        out[: record.rows[0]] = next(iter(tensors))
+        out[record.rows[0] :] = 0
+        return out
     tp = spec.geometry.tp if len(record.spec) and record.spec[0] == MODEL_AXIS else 1
     shards = out.reshape(tp, record.shape[0] // tp, *record.shape[1:])
     start = 0

@@ -13,8 +13,7 @@ from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.batch import LayerRows
 from multilora_jax.models.layers import LlamaSpec
 
-# Where a module's rows lie: A's buffer and its place in it, B's buffer.
-_PLACES = {
+PLACES = {
     "q_proj": ("a_qkv", 0, "b_q"),
     "k_proj": ("a_qkv", 1, "b_k"),
     "v_proj": ("a_qkv", 2, "b_v"),
@@ -23,6 +22,7 @@ _PLACES = {
     "up_proj": ("a_gate_up", 1, "b_up"),
     "down_proj": ("a_down", 0, "b_down"),
 }
+"""Where a module's rows lie: A's buffer and its place in it, B's buffer."""
 
 # `Any`: a tree of PartitionSpecs has the structure of LayerRows, not its leaves.
 _SPECS: dict[str, Any] = {
@@ -39,10 +39,10 @@ def make_rows(spec: LlamaSpec, num_rows: int) -> list[LayerRows]:
 
     def layer() -> LayerRows:
         arrays: dict[str, jax.Array] = {}
-        for module, (a, place, b) in _PLACES.items():
+        for module, (a, place, b) in PLACES.items():
             in_dim, out_dim = g.module_dims(module)
             if place == 0:
-                members = sum(other == a for other, _, _ in _PLACES.values())
+                members = sum(other == a for other, _, _ in PLACES.values())
                 arrays[a] = jnp.zeros((members, num_rows, in_dim), spec.dtype)
             arrays[b] = jnp.zeros((out_dim, num_rows), spec.dtype)
         return LayerRows(**arrays)
@@ -64,7 +64,7 @@ def insert_rows(
         layers: row buffers of some of the model's layers.
         pool: uint[L, P, E] (this shard's).
         a_units, b_units: per module int32[layers, C, in/u] and int32[layers, C, out/u], rows of the pool as a matrix
-            of units.
+            of units; unit 0, which is of page 0 and finite, where there is no such row.
         start: int32 scalar.
     """
     width = spec.geometry.unit // spec.geometry.tp
@@ -80,7 +80,7 @@ def insert_rows(
     for index, layer in enumerate(layers):
         arrays = dict(vars(layer))
         for m, module in enumerate(MODULES):
-            a, place, b = _PLACES[module]
+            a, place, b = PLACES[module]
             a_LCI, b_LCO = gathered[m]
             arrays[a] = jax.lax.dynamic_update_slice(arrays[a], a_LCI[index][None], (place, start, 0))
             arrays[b] = jax.lax.dynamic_update_slice(arrays[b], b_LCO[index].T, (0, start))

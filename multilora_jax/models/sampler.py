@@ -30,6 +30,11 @@ class StepOutput:
     hidden: jax.Array  # activation layout over all T tokens, for prompt log-probabilities
 
 
+def mask_vocabulary(logits_SV: jax.Array, vocab_S: jax.Array) -> jax.Array:
+    """-inf for the token ids that a row does not have: those from vocab_S (int32[S]) on."""
+    return jnp.where(jnp.arange(logits_SV.shape[1]) < vocab_S[:, None], logits_SV, -jnp.inf)
+
+
 def sample(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
     """int32[S]: the most likely token where temperature is 0, else a draw after temperature, top-k, top-p and min-p.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from multilora_jax.errors import MultiLoRAError
-from multilora_jax.request import CompletionOutput, FinishReason, Logprob, RequestOutput
+from multilora_jax.request import CompletionOutput, FinishReason, Logprob, LoRARequest, RequestOutput
 
 if TYPE_CHECKING:
+    from multilora_jax.server.context import Target
     from multilora_jax.tokenizer import Tokenizer
 
 Logprobs = Sequence[dict[int, Logprob] | None]
@@ -29,15 +31,39 @@ class Envelope:
     """What every chunk of one answer repeats."""
 
     object: str
-    model: str
+    target: Target
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def wrap(self, choices: list[dict[str, Any]], digest: str | None, **extra: Any) -> dict[str, Any]:
-        """One answer or chunk; `system_fingerprint` tells which content of an adapter answered."""
-        fingerprint = f"lora-{digest[:16]}" if digest else None
-        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
-        return {**head, "system_fingerprint": fingerprint, "choices": choices, **extra}
+    def wrap(self, choices: list[dict[str, Any]], output: RequestOutput, **extra: Any) -> dict[str, Any]:
+        """One answer or chunk.
+
+        `system_fingerprint` tells which contents answered: "lora-" and the start of the adapter's digest, or "mix-"
+        and a hash of the digests and scales. The answer to a request with a `lora` field lists them in `adapters`,
+        as {"name", "scale", "digest"}.
+        """
+        head = {
+            "id": self.id, "object": self.object, "created": self.created, "model": self.target.name,
+            "system_fingerprint": fingerprint(self.target.adapters, output.adapter_digests),
+        }  # fmt: skip
+        if self.target.is_mix:
+            # A request that nothing has answered yet has no digests.
+            digests = output.adapter_digests or (None,) * len(self.target.adapters)
+            head["adapters"] = [
+                {"name": request.lora_name, "scale": request.scale, "digest": digest}
+                for request, digest in zip(self.target.adapters, digests, strict=True)
+            ]
+        return {**head, "choices": choices, **extra}
+
+
+def fingerprint(adapters: Sequence[LoRARequest], digests: Sequence[str]) -> str | None:
+    """A word for the contents that answered, the same for the same ones; None for the base alone."""
+    if not digests:
+        return None
+    if len(digests) == 1 and adapters[0].scale == 1.0:
+        return f"lora-{digests[0][:16]}"
+    parts = [f"{digest}*{request.scale!r}" for request, digest in zip(adapters, digests, strict=True)]
+    return f"mix-{hashlib.sha256('+'.join(parts).encode()).hexdigest()[:16]}"
 
 
 def new_id(prefix: str, request_id: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from multilora_jax.server.answers import (
     usage,
 )
 from multilora_jax.server.context import ServerContext
-from multilora_jax.server.inputs import chat_prompt
+from multilora_jax.server.inputs import chat_prompt, voice_of
 from multilora_jax.server.protocol import ChatBody
 from multilora_jax.server.streaming import (
     CLIENT_CLOSED_REQUEST,
@@ -42,23 +43,25 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
+    arrival_time = time.monotonic()
     context: ServerContext = request.app.state.context
     engine = context.engine
-    target = context.resolve(body.model)
-    prompt, max_tokens = await chat_prompt(body, engine.engine, context.chat_template)
+    target = context.resolve(body.model, body.lora)
+    voice = await voice_of(engine, target, context.chat_template)
+    prompt, max_tokens = await chat_prompt(body, voice)
     params = body.sampling_params(max_tokens, body.num_logprobs, body.prompt_logprobs)
     answer_id = new_id("chatcmpl", body.request_id)
-    tokenizer = engine.engine.tokenizer
+    tokenizer = voice.tokenizer
 
     async def submit() -> list[OutputStream]:
         submission = engine.submit(
             {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
-            lora_request=target.lora_request, priority=body.priority or 0,
+            lora_request=target.lora_request, priority=body.priority or 0, arrival_time=arrival_time,
         )  # fmt: skip
         return await submit_all([submission])
 
     if body.stream:
-        answer = Envelope("chat.completion.chunk", target.name, answer_id)
+        answer = Envelope("chat.completion.chunk", target, answer_id)
         streams = await submit()
         return EventStream(_events(body, streams[0], answer, tokenizer), streams)
 
@@ -69,13 +72,13 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         [output] = await until_disconnect(request.receive, run())
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    answer = Envelope("chat.completion", target.name, answer_id)
+    answer = Envelope("chat.completion", target, answer_id)
     extra: dict[str, Any] = {"usage": usage([output])}
     if body.return_token_ids:
         extra["prompt_token_ids"] = list(output.prompt_token_ids)
     if body.prompt_logprobs is not None:
         extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    return JSONResponse(answer.wrap([_choice(body, output, tokenizer)], output.adapter_digest, **extra))
+    return JSONResponse(answer.wrap([_choice(body, output, tokenizer)], output, **extra))
 
 
 def _choice(body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -102,7 +105,7 @@ async def _events(
     def chunk(output: RequestOutput, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
         if body.include_usage:
             extra["usage"] = usage([output]) if body.continuous_usage else None
-        return answer.wrap([{"index": 0, **choice}], output.adapter_digest, **extra)
+        return answer.wrap([{"index": 0, **choice}], output, **extra)
 
     async with aclosing(merged([stream])) as outputs:
         async for _, output in outputs:
@@ -129,7 +132,7 @@ async def _events(
             num_chars, num_tokens = len(completion.text), upto
             yield chunk(output, choice)
     if body.include_usage and output is not None:
-        yield answer.wrap([], output.adapter_digest, usage=usage([output]))
+        yield answer.wrap([], output, usage=usage([output]))
 
 
 def _logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from multilora_jax.server.answers import (
     usage,
 )
 from multilora_jax.server.context import ServerContext, Target
-from multilora_jax.server.inputs import Prompt, completion_prompts
+from multilora_jax.server.inputs import Prompt, completion_prompts, voice_of
 from multilora_jax.server.protocol import CompletionBody
 from multilora_jax.server.streaming import (
     CLIENT_CLOSED_REQUEST,
@@ -44,17 +45,19 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continue one or several prompts."""
+    arrival_time = time.monotonic()
     context: ServerContext = request.app.state.context
-    target = context.resolve(body.model)
-    prompts = await completion_prompts(body, context.engine.engine)
-    tokenizer = context.engine.engine.tokenizer
-    answer = Envelope("text_completion", target.name, new_id("cmpl", body.request_id))
+    target = context.resolve(body.model, body.lora)
+    voice = await voice_of(context.engine, target, context.chat_template)
+    prompts = await completion_prompts(body, voice)
+    tokenizer = voice.tokenizer
+    answer = Envelope("text_completion", target, new_id("cmpl", body.request_id))
     if body.stream:
-        streams = await _submit(body, context.engine, target, prompts, answer.id)
+        streams = await _submit(body, context.engine, target, prompts, answer.id, arrival_time)
         return EventStream(_events(body, prompts, streams, answer, tokenizer), streams)
 
     async def run() -> list[RequestOutput]:
-        return await last_outputs(await _submit(body, context.engine, target, prompts, answer.id))
+        return await last_outputs(await _submit(body, context.engine, target, prompts, answer.id, arrival_time))
 
     try:
         outputs = await until_disconnect(request.receive, run())
@@ -64,11 +67,16 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         _Choice(body, prompt, index, tokenizer).finish(output)
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
-    return JSONResponse(answer.wrap(choices, outputs[0].adapter_digest, usage=usage(outputs)))
+    return JSONResponse(answer.wrap(choices, outputs[0], usage=usage(outputs)))
 
 
 async def _submit(
-    body: CompletionBody, engine: AsyncEngine, target: Target, prompts: list[Prompt], answer_id: str
+    body: CompletionBody,
+    engine: AsyncEngine,
+    target: Target,
+    prompts: list[Prompt],
+    answer_id: str,
+    arrival_time: float,
 ) -> list[OutputStream]:
     logprobs = body.logprobs
     asked = [count for count in (body.prompt_logprobs, logprobs if body.echo else None) if count is not None]
@@ -79,7 +87,7 @@ async def _submit(
     streams = await submit_all(
         engine.submit(
             {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, index),
-            lora_request=target.lora_request, priority=body.priority or 0,
+            lora_request=target.lora_request, priority=body.priority or 0, arrival_time=arrival_time,
         )
         for index, prompt in enumerate(prompts)
     )  # fmt: skip
@@ -101,9 +109,9 @@ async def _events(
             choice = choices[index].advance(output)
             if choice is not None:
                 extra = _stream_usage(body, newest)
-                yield answer.wrap([choice], output.adapter_digest, **extra)
+                yield answer.wrap([choice], output, **extra)
     if body.include_usage:
-        yield answer.wrap([], newest[0].adapter_digest, usage=usage(newest.values()))
+        yield answer.wrap([], newest[0], usage=usage(newest.values()))
 
 
 def _stream_usage(body: CompletionBody, newest: dict[int, RequestOutput]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from multilora_jax.async_engine import AsyncEngine
@@ -11,14 +12,27 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest
 from multilora_jax.server.metrics import ServerMetrics
+from multilora_jax.server.mixes import MixEntry
 
 
 @dataclass(frozen=True)
 class Target:
-    """The base model (no lora_request) or one adapter, under its own name."""
+    """What answers a request.
+
+    Attributes:
+        name: as the answer calls it: the base's or the adapter's own name, the base's for a `lora` field.
+        adapters: what the request is served with, each with its scale; none for the base alone.
+        is_mix: the request has a `lora` field, whose adapters its answer lists.
+    """
 
     name: str
-    lora_request: LoRARequest | None
+    adapters: tuple[LoRARequest, ...] = ()
+    is_mix: bool = False
+
+    @property
+    def lora_request(self) -> list[LoRARequest] | None:
+        """The adapters as the engine takes them."""
+        return list(self.adapters) or None
 
 
 class ServerContext:
@@ -28,7 +42,6 @@ class ServerContext:
         self.config = config
         self.chat_template = config.chat_template_text()
         self.started_at = int(time.time())
-        self.loaded_at: dict[str, int] = {}
         self._engine: AsyncEngine | None = None
         self._metrics: ServerMetrics | None = None
         self._lora_ids = itertools.count(1)
@@ -58,11 +71,11 @@ class ServerContext:
         if not self.engine.healthy:
             raise UnavailableError("the engine is dead or hangs: restart the server", reason="engine_dead")
 
-    def resolve(self, model: str) -> Target:
-        """The model that a request's `model` names: the base, an adapter, or "base:adapter".
+    def resolve(self, model: str, mix: Sequence[MixEntry] = ()) -> Target:
+        """What a request's `model` and `lora` name: the base, an adapter, "base:adapter", or a mix over the base.
 
         Raises:
-            UserError: an empty name.
+            UserError: an empty name, an adapter in both fields, or one named twice.
             NotFoundError: an unknown one; it is never answered by the base.
         """
         llm = self.engine.engine
@@ -71,13 +84,44 @@ class ServerContext:
                 f"model is empty: name the base model {llm.base_name!r} or an adapter",
                 reason="empty_model", param="model",
             )  # fmt: skip
-        if model == llm.base_name:
-            return Target(model, None)
+        if model != llm.base_name:
+            request = self._adapter(model)
+            if mix:
+                raise UserError(
+                    f"model is the adapter {request.lora_name!r} and lora names adapters too: send the base's name "
+                    f"{llm.base_name!r} as model, and every adapter in lora",
+                    reason="ambiguous_lora", param="lora",
+                )  # fmt: skip
+            return Target(request.lora_name, (request,))
+        adapters = [replace(self._adapter_of_mix(entry.name), scale=entry.scale) for entry in mix]
+        names = [request.lora_name for request in adapters]
+        if len(set(names)) < len(names):
+            raise UserError(
+                "lora names an adapter more than once: add up its scales in one entry",
+                reason="duplicate_adapter", param="lora",
+            )  # fmt: skip
+        return Target(model, tuple(adapters), is_mix=bool(adapters))
+
+    def _adapter_of_mix(self, name: str) -> LoRARequest:
+        base = self.engine.engine.base_name
+        if name == base:
+            raise UserError(
+                f"lora: {base!r} is the base model, which every mix contains: name adapters only",
+                reason="name_is_base_model", param="lora",
+            )  # fmt: skip
         try:
-            request = llm.lora_request(model)
+            return self._adapter(name)
+        except NotFoundError as error:
+            raise NotFoundError(error.message, reason=error.reason, param="lora") from None
+
+    def _adapter(self, name: str) -> LoRARequest:
+        """The adapter called NAME or "base:NAME"."""
+        llm = self.engine.engine
+        try:
+            request = llm.lora_request(name)
         except NotFoundError as unknown:
-            adapter = model.removeprefix(f"{llm.base_name}:")
-            if adapter == model:
+            adapter = name.removeprefix(f"{llm.base_name}:")
+            if adapter == name:
                 raise
             try:
                 request = llm.lora_request(adapter)
@@ -85,7 +129,7 @@ class ServerContext:
                 raise unknown from None  # it quotes the name as it was sent
         # Without its path a request means whatever has the name when it is admitted: it must not bring back an
         # adapter that is being unloaded, nor fail because one was loaded again.
-        return Target(request.lora_name, replace(request, lora_path=""))
+        return replace(request, lora_path="")
 
     def new_lora_id(self) -> int:
         """An adapter id that no loaded adapter has."""

@@ -10,7 +10,8 @@ from multilora_jax.errors import UserError
 from multilora_jax.server.protocol import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
-    from multilora_jax.engine.llm_engine import LLMEngine
+    from multilora_jax.async_engine import AsyncEngine
+    from multilora_jax.server.context import Target
     from multilora_jax.tokenizer import Tokenizer
 
 
@@ -22,18 +23,51 @@ class Prompt:
     text: str
 
 
-async def completion_prompts(body: CompletionBody, engine: LLMEngine) -> list[Prompt]:
+@dataclass(frozen=True)
+class Voice:
+    """How a target reads and writes text.
+
+    Attributes:
+        tokenizer: the adapter's own where it brings one, else the base's; None where there is none.
+        chat_template: the adapter's own, else the configured one, else the base tokenizer's; None where none has one.
+        vocab_limit: prompt token ids are below this.
+        max_model_len: most tokens of prompt and answer.
+    """
+
+    tokenizer: Tokenizer | None
+    chat_template: str | None
+    vocab_limit: int
+    max_model_len: int
+
+
+async def voice_of(engine: AsyncEngine, target: Target, configured_template: str | None) -> Voice:
+    """A target's voice; its adapters are loaded first where they never were.
+
+    Raises:
+        UserError: an adapter that cannot be loaded.
+    """
+    lora_request, llm = target.lora_request, engine.engine
+    await engine.prepare(lora_request)
+    return Voice(
+        llm.tokenizer_for(lora_request),
+        llm.chat_template_for(lora_request) or configured_template or getattr(llm.tokenizer, "chat_template", None),
+        llm.vocab_limit(lora_request),
+        llm.max_model_len,
+    )
+
+
+async def completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
     """The prompts of a completion request. Raises UserError for one that does not fit the context."""
-    prompts = await asyncio.to_thread(_completion_prompts, body, engine)
+    prompts = await asyncio.to_thread(_completion_prompts, body, voice)
     for prompt in prompts:
-        check_length(len(prompt.token_ids), body.new_tokens, engine.max_model_len, "prompt")
+        check_length(len(prompt.token_ids), body.new_tokens, voice.max_model_len, "prompt")
     return prompts
 
 
-async def chat_prompt(body: ChatBody, engine: LLMEngine, chat_template: str | None) -> tuple[Prompt, int]:
+async def chat_prompt(body: ChatBody, voice: Voice) -> tuple[Prompt, int]:
     """The rendered conversation, and the most tokens to answer with (the rest of the context by default)."""
-    prompt = await asyncio.to_thread(_chat_prompt, body, engine, chat_template)
-    limit, used = engine.max_model_len, len(prompt.token_ids)
+    prompt = await asyncio.to_thread(_chat_prompt, body, voice)
+    limit, used = voice.max_model_len, len(prompt.token_ids)
     new_tokens = body.new_tokens
     check_length(used, 1 if new_tokens is None else new_tokens, limit, "messages")
     return prompt, limit - used if new_tokens is None else new_tokens
@@ -58,39 +92,37 @@ def check_length(num_prompt: int, new_tokens: int, limit: int, param: str) -> No
     )  # fmt: skip
 
 
-def _completion_prompts(body: CompletionBody, engine: LLMEngine) -> list[Prompt]:
-    tokenizer = engine.tokenizer
+def _completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
+    tokenizer = voice.tokenizer
     skip_special = body.skip_special_tokens is not False
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
             ids = _encode(_required(tokenizer), prompt, True, "prompt")
-            kept = _truncate(ids, body.truncate_prompt_tokens, engine.max_model_len - body.new_tokens)
+            kept = _truncate(ids, body.truncate_prompt_tokens, voice.max_model_len - body.new_tokens)
             text = prompt if len(kept) == len(ids) else _required(tokenizer).decode(kept, skip_special)
         else:
-            kept = _truncate(prompt, body.truncate_prompt_tokens, engine.max_model_len - body.new_tokens)
-            vocab_size = engine.model_config.vocab_size
-            if not all(0 <= token < vocab_size for token in kept):
-                raise UserError(
-                    f"the prompt has token ids outside [0, {vocab_size})", reason="bad_token_id", param="prompt"
-                )
+            kept = _truncate(prompt, body.truncate_prompt_tokens, voice.max_model_len - body.new_tokens)
+            limit = voice.vocab_limit
+            if not all(0 <= token < limit for token in kept):
+                raise UserError(f"the prompt has token ids outside [0, {limit})", reason="bad_token_id", param="prompt")
             text = tokenizer.decode(kept, skip_special) if body.echo and tokenizer is not None else ""
         prompts.append(Prompt(kept, text))
     return prompts
 
 
-def _chat_prompt(body: ChatBody, engine: LLMEngine, chat_template: str | None) -> Prompt:
-    tokenizer = _required(engine.tokenizer)
+def _chat_prompt(body: ChatBody, voice: Voice) -> Prompt:
+    tokenizer = _required(voice.tokenizer)
     text = tokenizer.apply_chat_template(
         body.messages,
-        chat_template=chat_template,
+        chat_template=voice.chat_template,
         add_generation_prompt=body.generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         **(body.chat_template_kwargs or {}),
     )
     # The template has already written every special token that the model wants.
     ids = _encode(tokenizer, text, False, "messages")
-    room = engine.max_model_len - (body.new_tokens or 1)
+    room = voice.max_model_len - (body.new_tokens or 1)
     return Prompt(_truncate(ids, body.truncate_prompt_tokens, room), text)
 
 

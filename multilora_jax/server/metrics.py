@@ -27,7 +27,11 @@ MAX_ADAPTER_SERIES = 200
 ROW_BLOCK = 8
 """An adapter takes a multiple of this many of a step's max_rank_rows, so this bounds the adapters in a step."""
 
-MetricSource = tuple[EngineStats, "LLMEngine"]
+OTHER = "other"
+"""Name of the series that the rest is added up in."""
+
+Row = tuple[dict[str, str], float]
+"""The labels of one sample, and its value."""
 
 
 class ServerMetrics:
@@ -103,61 +107,93 @@ class ServerMetrics:
         return generate_latest(registry) + generate_latest(self._registry)
 
     def _families(self, stats: EngineStats, engine: LLMEngine) -> Iterator[Metric]:
-        def gauge(name: str, text: str, *rows: tuple[dict[str, str], float]) -> Metric:
-            labels = list(rows[0][0]) if rows else []
-            family = GaugeMetricFamily(name, text, labels=["model_name", *labels])
-            for values, value in rows:
-                family.add_metric([self.model_name, *values.values()], value)
-            return family
-
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self.model_name], value)
-            return family
-
+        gauge, counter = self._gauge, self._counter
         yield gauge("vllm:num_requests_running", "Requests in the batch.", ({}, stats.num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue.", ({}, stats.num_waiting))
         share = stats.pages_kv / stats.pages_total if stats.pages_total else 0.0
         yield gauge("vllm:kv_cache_usage_perc", "Share (0 to 1) of the pool's pages that hold KV.", ({}, share))
-        yield counter("vllm:num_preemptions", "Sequences preempted for want of pages.", stats.num_preemptions)
-        yield counter("vllm:prompt_tokens", "Prompt tokens prefilled.", stats.prompt_tokens)
-        yield counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield counter("vllm:num_preemptions", "Sequences preempted for want of pages.", ({}, stats.num_preemptions))
+        yield counter("vllm:prompt_tokens", "Prompt tokens prefilled.", ({}, stats.prompt_tokens))
+        yield counter("vllm:generation_tokens", "Tokens generated.", ({}, stats.generation_tokens))
         blocks = {"block_size": str(engine.config.page_tokens), "num_gpu_blocks": str(stats.pages_total)}
         yield gauge("vllm:cache_config_info", "The pool: tokens to a page, and pages.", (blocks, 1))
-        yield from self._adapter_families(stats, engine, gauge)
         kinds = {"free": stats.pages_free, "kv": stats.pages_kv, "adapter": stats.pages_adapter}
         yield gauge("multilora:pages", "Pages of the pool, by kind.", *(({"kind": k}, n) for k, n in kinds.items()))
-        yield counter("multilora:adapter_hits", "Requests that found their adapter resident.", stats.adapter_hits)
-        yield counter("multilora:adapter_misses", "Requests that had to wait for it.", stats.adapter_misses)
-        yield counter("multilora:adapter_loads", "Adapters copied into the pool.", stats.adapter_loads)
-        yield counter("multilora:adapter_evictions", "Adapters removed to make room.", stats.adapter_evictions)
-        yield counter("multilora:adapter_load_bytes", "Bytes of those copies.", stats.adapter_load_bytes)
-        yield counter("multilora:recompiles", "Programs compiled after warm-up.", stats.compilations)
-        yield counter("multilora:steps", "Device steps.", stats.steps)
-        yield counter("multilora:step_seconds", "Seconds spent in steps.", stats.step_seconds)
+        yield counter("multilora:recompiles", "Programs compiled after warm-up.", ({}, stats.compilations))
+        yield counter("multilora:steps", "Device steps.", ({}, stats.steps))
+        yield counter("multilora:step_seconds", "Seconds spent in steps.", ({}, stats.step_seconds))
+        yield from self._adapters_in_use(stats, engine)
+        yield from self._adapter_tiers(stats)
 
-    def _adapter_families(self, stats: EngineStats, engine: LLMEngine, gauge) -> Iterator[Metric]:
+    def _adapters_in_use(self, stats: EngineStats, engine: LLMEngine) -> Iterator[Metric]:
         lists = {
             "max_lora": str(self._max_loras or engine.config.max_rank_rows // ROW_BLOCK),
             "running_lora_adapters": ",".join(sorted(stats.running_by_adapter)[:MAX_ADAPTER_SERIES]),
             "waiting_lora_adapters": ",".join(sorted(stats.waiting_by_adapter)[:MAX_ADAPTER_SERIES]),
         }
-        yield gauge("vllm:lora_requests_info", "Unix time; the labels list the adapters in use.", (lists, time.time()))
-        resident = {name: (rank, pinned) for name, rank, pinned in stats.resident}
-        host = {a.name: (a.rank, False) for a in engine.list_loras() if a.name not in resident}
+        yield self._gauge(
+            "vllm:lora_requests_info", "Unix time; the labels list the adapters in use.", (lists, time.time())
+        )
         rows = [
-            ({"adapter_name": name, "level": level, "pinned": str(pinned).lower(), "rank": str(rank)}, 1.0)
-            for level, adapters in (("gpu", resident), ("cpu", host))
-            for name, (rank, pinned) in adapters.items()
+            ({"adapter_name": name, "state": state}, count)
+            for state, counts in (("running", stats.running_by_adapter), ("waiting", stats.waiting_by_adapter))
+            for name, count in _largest(counts).items()
         ]
-        yield gauge(
-            "vllm:lora_adapter_loaded", "1 for an adapter in the pool (gpu) or only in host memory (cpu).",
-            *rows[:MAX_ADAPTER_SERIES],
-        )  # fmt: skip
-        yield gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in the pool.", ({}, len(resident)))
-        yield gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory.", ({}, len(engine.list_loras())))
+        text = f"Requests now, by adapter; beyond {MAX_ADAPTER_SERIES} adapters the rest is {OTHER}."
+        yield self._gauge("multilora:adapter_requests", text, *rows, labels=("adapter_name", "state"))
         if self._max_loras is not None:
-            yield gauge("vllm:max_gpu_lora_adapters", "Most adapters in one step.", ({}, self._max_loras))
+            yield self._gauge("vllm:max_gpu_lora_adapters", "Most adapters in one step.", ({}, self._max_loras))
+
+    def _adapter_tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        gauge, counter = self._gauge, self._counter
+        levels = {"resident": "gpu", "loading": "cpu", "host": "cpu"}
+        order = list(levels)
+        tiers = sorted(stats.tiers, key=lambda adapter: order.index(adapter[2]))
+        rows = [
+            ({"adapter_name": name, "level": levels[tier], "pinned": str(pinned).lower(), "rank": str(rank)}, 1.0)
+            for name, rank, tier, pinned in tiers[:MAX_ADAPTER_SERIES]
+        ]
+        text = f"1 for an adapter in the pool (gpu) or only in host memory (cpu); at most {MAX_ADAPTER_SERIES} of them."
+        labels = ("adapter_name", "level", "pinned", "rank")
+        yield gauge("vllm:lora_adapter_loaded", text, *rows, labels=labels)
+        yield gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in the pool.", ({}, len(stats.resident)))
+        yield gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory.", ({}, stats.host_adapters))
+        registered = "Adapters that a request may name; what is not in memory is read when it is asked for."
+        yield gauge("multilora:registered_adapters", registered, ({}, stats.registered_adapters))
+        yield gauge("multilora:host_adapters", "Adapters in host memory.", ({}, stats.host_adapters))
+        yield gauge("multilora:host_adapter_bytes", "Bytes of their pages there.", ({}, stats.host_adapter_bytes))
+        yield counter("multilora:adapter_hits", "Requests that found their adapter resident.", ({}, stats.adapter_hits))
+        yield counter("multilora:adapter_misses", "Requests that had to wait for it.", ({}, stats.adapter_misses))
+        yield counter("multilora:adapter_loads", "Adapters copied into the pool.", ({}, stats.adapter_loads))
+        yield counter("multilora:adapter_load_bytes", "Bytes copied there for them.", ({}, stats.adapter_load_bytes))
+        evictions = {"device": stats.adapter_evictions, "host": stats.host_evictions}
+        yield counter(
+            "multilora:adapter_evictions", "Adapters removed from the pool or from host memory to make room.",
+            *(({"tier": tier}, count) for tier, count in evictions.items()),
+        )  # fmt: skip
+
+    def _gauge(self, name: str, text: str, *rows: Row, labels: Iterable[str] | None = None) -> Metric:
+        """A family of gauges; `labels` names those of a family that may have no rows."""
+        family = GaugeMetricFamily(name, text, labels=["model_name", *(rows[0][0] if labels is None else labels)])
+        return self._filled(family, rows)
+
+    def _counter(self, name: str, text: str, *rows: Row) -> Metric:
+        return self._filled(CounterMetricFamily(name, text, labels=["model_name", *rows[0][0]]), rows)
+
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, rows: Iterable[Row]) -> Metric:
+        for labels, value in rows:
+            family.add_metric([self.model_name, *labels.values()], value)
+        return family
+
+
+def _largest(counts: dict[str, int]) -> dict[str, int]:
+    """The largest MAX_ADAPTER_SERIES counts, and the rest in one under OTHER."""
+    names = sorted(counts, key=lambda name: -counts[name])
+    shown = {name: counts[name] for name in names[:MAX_ADAPTER_SERIES]}
+    rest = sum(counts[name] for name in names[MAX_ADAPTER_SERIES:])
+    if rest:
+        shown[OTHER] = shown.get(OTHER, 0) + rest
+    return shown
 
 
 class _Snapshot(Collector):

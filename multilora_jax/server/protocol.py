@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from multilora_jax.errors import UserError
 from multilora_jax.request import MAX_LOGPROBS, SamplingParams
 from multilora_jax.server.messages import check_messages
+from multilora_jax.server.mixes import MixEntry, check_mix
 from multilora_jax.tokenizer import Tokenizer
 
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "cache_salt": (), "frequency_penalty": (0.0,),
-    "length_penalty": (1.0,), "logit_bias": ({},), "lora": ([],), "min_tokens": (0,), "n": (1,),
+    "length_penalty": (1.0,), "logit_bias": ({},), "min_tokens": (0,), "n": (1,),
     "presence_penalty": (0.0,), "repetition_penalty": (1.0,), "response_format": ({"type": "text"},),
     "structured_outputs": (), "use_beam_search": (False,),
 }  # fmt: skip
@@ -80,6 +81,7 @@ class GenerationBody(Body):
     """The fields that completions and chat share; null means the default."""
 
     model: str
+    lora: Any = Field(default_factory=list, description="adapters to mix: a list of {name, scale}")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -98,6 +100,11 @@ class GenerationBody(Body):
     priority: int | None = None
     request_id: str | None = None
     user: str | None = None
+
+    @field_validator("lora")
+    @classmethod
+    def _check_lora(cls, value: Any) -> list[MixEntry]:
+        return check_mix(value)
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -269,20 +276,32 @@ class ChatBody(GenerationBody):
         return self.add_generation_prompt
 
 
-class LoadBody(Body):
+class AdapterBody(Body):
+    """The routes that are about one adapter: unload, pin, unpin."""
+
+    lora_name: str
+
+    @field_validator("lora_name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name.strip():
+            raise UserError("lora_name is empty", reason="empty_lora_name", param="lora_name")
+        return name
+
+
+class LoadBody(AdapterBody):
     """POST /v1/load_lora_adapter."""
 
-    not_served: ClassVar = {"pinned": (False,)}
-
-    lora_name: str
     lora_path: str
     load_inplace: bool = False
+    pinned: bool = False
 
-
-class UnloadBody(Body):
-    """POST /v1/unload_lora_adapter."""
-
-    lora_name: str
+    @field_validator("lora_path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if not path.strip():
+            raise UserError("lora_path is empty", reason="empty_lora_path", param="lora_path")
+        return path
 
 
 def _is_ids(value: list[Any]) -> bool:

@@ -2,7 +2,7 @@
 
 All adapters of a batch lie side by side as rank rows, `A` as `[M*R, I]` and `B` as `[O, R]`, each adapter with as
 many rows as its own rank. One dense product shrinks every token by every row, a mask keeps the rows that the token's
-own adapter owns, and one dense product expands. Up to a few hundred rows that beats every gather on a CPU, where the
+own adapters own, and one dense product expands. Up to a few hundred rows that beats every gather on a CPU, where the
 masked work costs less than moving weights.
 
 `features_first` is the layout of activations: `[I, T]` (float32 on CPUs, where `W[O, I] @ x[I, T]` runs at memory
@@ -18,15 +18,25 @@ _F32 = jnp.float32
 
 
 def lora_shrink(
-    x: jax.Array, a_MRI: jax.Array, weight_MRT: jax.Array, *, features_first: bool, axis_name: str | None = None
+    x: jax.Array,
+    a_MRI: jax.Array,
+    scale_MR: jax.Array,
+    mix_RT: jax.Array,
+    const_MR: jax.Array | None = None,
+    *,
+    features_first: bool,
+    axis_name: str | None = None,
 ) -> jax.Array:
     """Project each token on all rank rows of M modules that share the input, and keep its own.
 
     Args:
         x: [I, T] if features_first else [T, I], compute type.
         a_MRI: [M, R, I], rank rows of A, compute type.
-        weight_MRT: float32[M, R, T]: the module's scale (alpha / r) where row r belongs to token t's adapter, 0
-            elsewhere.
+        scale_MR: float32[M, R], the module's scale (alpha / r) of the adapter that owns row r; 0 where the module has
+            no such row, whatever a_MRI holds there.
+        mix_RT: float32[R, T], the factor that token t puts on the adapter that owns row r: 1 for its own adapter,
+            other numbers in a weighted mix, 0 for every other row.
+        const_MR: float32[M, R], added to the scaled projection: 1 with scale 0 makes a row of B a bias.
         axis_name: mesh axis over which I is sharded; the result is summed over it (one all-reduce of [M*R, T]).
 
     Returns:
@@ -37,15 +47,22 @@ def lora_shrink(
     if features_first:
         s = jax.lax.dot_general(a, x, (((1,), (0,)), ((), ())), preferred_element_type=_F32)
         s = s.reshape(M, R, -1)
-        weight = weight_MRT
     else:
         s = jax.lax.dot_general(x, a, (((1,), (1,)), ((), ())), preferred_element_type=_F32)
         s = s.reshape(-1, M, R).swapaxes(0, 1)
-        weight = weight_MRT.swapaxes(1, 2)
+        mix_RT = mix_RT.T
     if axis_name is not None:
         s = jax.lax.psum(s, axis_name)
+
+    def per_row(table_MR: jax.Array) -> jax.Array:
+        return table_MR[:, :, None] if features_first else table_MR[:, None, :]
+
     # `where` and not a product: a row nobody owns may hold anything, and 0 * inf is no zero.
-    return jnp.where(weight != 0, s * weight, 0).astype(x.dtype)
+    scale = per_row(scale_MR)
+    s = jnp.where(scale != 0, s * scale, 0)
+    if const_MR is not None:
+        s = s + per_row(const_MR)
+    return jnp.where(mix_RT != 0, s * mix_RT, 0).astype(x.dtype)
 
 
 def lora_expand(s: jax.Array, b_OR: jax.Array, *, features_first: bool) -> jax.Array:

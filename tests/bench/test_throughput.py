@@ -13,7 +13,8 @@ from absl import flags as absl_flags
 
 from multilora_jax import flags
 from multilora_jax.bench import throughput
-from multilora_jax.bench.throughput import Run, Workload, fit_config, measure
+from multilora_jax.bench.runs import Run, run_once
+from multilora_jax.bench.throughput import Workload, fit_config, measure
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError, UserError
@@ -24,10 +25,9 @@ TINY = str(ROOT / "configs" / "tiny.yaml")
 
 def bench(*words: str) -> int:
     values = absl_flags.FlagValues()
-    flags.define_flags(values)
     throughput.define_flags(values)
     values(flags.normalise_argv(["bench", "--config", TINY, *words]))
-    return throughput.main(values)
+    return throughput.main([], values)
 
 
 def tiny(**overrides) -> EngineConfig:
@@ -72,7 +72,7 @@ def test_command_prints_a_table_and_writes_json(tmp_path):
 
 def test_help_names_the_command_and_every_flag():
     done = subprocess.run(
-        [sys.executable, "-m", "multilora_jax.bench", "--help"],
+        [sys.executable, "-m", "multilora_jax.bench", "throughput", "--help"],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     for word in ("throughput", "--mix", "--num_adapters", "--num_prompts", "--input_len", "--output_len", "--rank",
@@ -158,12 +158,12 @@ def test_a_run_has_buffers_of_its_own_size():
     prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
     with throughput._adapters(engine, work) as adapters:
         one, two = (engine.lora_request(adapter.name) for adapter in adapters)
-        run = throughput.run_once(engine, prompts, [one, two, one, two], 3, ids)
+        run = run_once(engine, prompts, [one, two, one, two], 3, ids)
         assert run.new_tokens == 12
         assert run.loads == 2
         assert run.step_adapters[-1] == {"random-0", "random-1"}
         assert engine.runner.rank_rows.bucket == min(b for b in engine.runner.rank_rows.buckets if b >= 32)
-        again = throughput.run_once(engine, prompts, [one, None, None, None], 3, ids)
+        again = run_once(engine, prompts, [one, None, None, None], 3, ids)
         assert again.loads == 0
         assert engine.runner.rank_rows.bucket == min(b for b in engine.runner.rank_rows.buckets if b >= 16) < 32
     assert not Path(adapters[0].path).exists()

@@ -1,4 +1,4 @@
-"""What the scheduler's tests share: fake adapters and a scheduler with an engine that computes nothing."""
+"""What the scheduler's tests share: a scheduler, transfers, and an engine that computes nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from multilora_jax.engine.kv_manager import KVManager
-from multilora_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from multilora_jax.engine.scheduler import Scheduler
+from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
+from multilora_jax.engine.transfers import AdapterTransfers
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.memory.allocator import PageAllocator
 from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.memory.recency import EvictionPolicy
 from multilora_jax.request import FinishReason, SamplingParams, Sequence
 from tests.lora.fake_adapter import FakeAdapter
 
@@ -19,33 +24,116 @@ CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, prefill_bloc
 PARAMS = SamplingParams()
 
 
-class Bench:
-    """A scheduler and an engine that computes nothing."""
+class FakeSource:
+    """Host copies that take `delay` calls of `tick` to arrive; with 0 they are always there.
 
-    def __init__(self, num_pages: int = 101, max_adapter_pages: int | None = None, pins: int = 0, **changes: Any):
+    Attributes:
+        requests: every request, in order.
+        failed: adapters whose host copies never arrive.
+    """
+
+    def __init__(self, delay: int = 0) -> None:
+        self.delay = delay
+        self.requests: list[FakeAdapter] = []
+        self.failed: set[FakeAdapter] = set()
+        self.due: dict[FakeAdapter, int] = {}
+        self.here: dict[FakeAdapter, np.ndarray] = {}
+        self.time = 0
+
+    def get(self, adapter: FakeAdapter) -> np.ndarray | None:
+        if not self.delay:
+            self.here.setdefault(adapter, np.arange(adapter.num_pages))
+        return self.here.get(adapter)
+
+    def request(self, adapter: FakeAdapter) -> None:
+        if adapter not in self.due and adapter not in self.here:
+            self.requests.append(adapter)
+            self.due[adapter] = self.time + self.delay
+
+    def tick(self) -> None:
+        self.time += 1
+        for adapter in [a for a, time in self.due.items() if time <= self.time and a not in self.failed]:
+            del self.due[adapter]
+            self.here[adapter] = np.arange(adapter.num_pages)
+
+
+class Bench:
+    """A scheduler, its transfers and an engine that computes nothing.
+
+    Attributes:
+        finished: request ids in the order in which they ended.
+        written: of each adapter, which of its pages were last copied to which page ids.
+    """
+
+    def __init__(
+        self,
+        num_pages: int = 101,
+        max_adapter_pages: int | None = None,
+        *,
+        policy: EvictionPolicy = "lru",
+        pages_per_step: int = 1_000_000,
+        prefetch: bool = True,
+        lookahead: int = 64,
+        max_reads: int = 16,
+        delay: int = 0,
+        **changes: Any,
+    ):
         geometry = PoolGeometry(
             num_layers=1, num_pages=num_pages, page_tokens=PAGE_TOKENS, hidden=8, q_dim=8, kv_dim=8, ffn=8,
             num_kv_heads=1, head_dim=8,
         )  # fmt: skip
         self.allocator = PageAllocator(num_pages)
-        self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, max_pinned_pages=pins)
+        self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, policy=policy)
         self.kv = KVManager(self.allocator, geometry, self.cache)
         self.scheduler = Scheduler(replace(CONFIG, **changes), self.allocator, self.kv, self.cache)
+        self.source = FakeSource(delay)
+        self.lookahead, self.pages_per_step = lookahead, pages_per_step
+        self.transfers = AdapterTransfers(
+            self.cache, self.source, self.scheduler, pages_per_step=pages_per_step, prefetch=prefetch,
+            lookahead=lookahead, max_reads=max_reads,
+        )  # fmt: skip
         self.finished: list[str] = []
+        self.written: dict[FakeAdapter, dict[int, int]] = {}
 
     def add(
-        self, request_id: str, prompt: int = 4, output: int = 4, adapter: FakeAdapter | None = None, priority: int = 0
+        self,
+        request_id: str,
+        prompt: int = 4,
+        output: int = 4,
+        adapter: FakeAdapter | tuple[FakeAdapter, ...] | None = None,
+        priority: int = 0,
     ) -> Sequence:
-        seq = Sequence(request_id, [1] * prompt, prompt, PARAMS, adapter, max_total_tokens=prompt + output)
-        seq.priority = priority
+        adapters = adapter if isinstance(adapter, tuple) else () if adapter is None else (adapter,)
+        seq = Sequence(
+            request_id, [1] * prompt, prompt, PARAMS, adapters, (1.0,) * len(adapters), priority=priority,
+            max_total_tokens=prompt + output,
+        )  # fmt: skip
         self.scheduler.add(seq)
         return seq
 
-    def step(self) -> ScheduledStep:
-        step = self.scheduler.schedule()
-        assert step is not None
+    def plan(self) -> int:
+        """The transfers before a step; returns the number of pages copied."""
+        waiting = self.scheduler.waiting(self.lookahead)
+        copies = self.transfers.plan(waiting, busy=self.scheduler.num_running > 0)
+        for (adapter, index, page_id), page in copies:
+            assert page == index
+            self.written.setdefault(adapter, {})[index] = page_id
+        return len(copies)
+
+    def schedule(self) -> ScheduledStep | None:
+        """Transfers and the plan of a step, which finds all its adapters written."""
+        self.source.tick()
+        self.plan()
         self.scheduler.check_integrity()
-        self.cache.take_pending_writes()
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        for adapter in step.adapters if step else ():
+            written = self.written[adapter]
+            assert [written[i] for i in range(adapter.num_pages)] == self.cache.pages_of(adapter)
+        return step
+
+    def run(self, step: ScheduledStep) -> None:
+        """What the engine does with a step."""
         for seq, n in [(seq, 1) for seq in step.decodes] + step.prefills:
             seq.num_computed_tokens += n
             if seq.num_pending_tokens == 0:
@@ -53,6 +141,14 @@ class Bench:
             if seq.num_tokens >= seq.max_total_tokens:
                 self.scheduler.finish(seq, FinishReason.LENGTH)
                 self.finished.append(seq.request_id)
+
+    def step(self) -> ScheduledStep:
+        """A step that must run something; an empty one for a round in which everything waits for loads."""
+        step = self.schedule()
+        if step is None:
+            assert self.scheduler.has_unfinished()
+            return ScheduledStep()
+        self.run(step)
         self.scheduler.check_integrity()
         return step
 
@@ -62,9 +158,15 @@ class Bench:
                 break
             self.step()
         assert not self.scheduler.has_unfinished()
-        assert self.scheduler.schedule() is None
-        self.cache.evict_idle(self.allocator.num_total)
+        assert self.schedule() is None
+        self.evict_all()
         assert self.allocator.num_free == self.allocator.num_total
+
+    def evict_all(self) -> None:
+        self.cache.order.evict(list(self.cache.order))
+
+    def queue(self) -> list[str]:
+        return ids(self.scheduler.waiting(1_000_000))
 
 
 def ids(sequences: Iterable[Sequence]) -> list[str]:
@@ -73,3 +175,14 @@ def ids(sequences: Iterable[Sequence]) -> list[str]:
 
 def ran(step: ScheduledStep) -> list[str]:
     return ids(step.decodes) + ids(seq for seq, _ in step.prefills)
+
+
+def started(bench: Bench, max_rounds: int = 5000) -> list[str]:
+    """Runs to the end; ids in the order in which they started."""
+    order: list[str] = []
+    for _ in range(max_rounds):
+        if not bench.scheduler.has_unfinished():
+            break
+        order += [name for name in ran(bench.step()) if name not in order]
+    assert not bench.scheduler.has_unfinished()
+    return order

@@ -29,14 +29,16 @@ class Pages:
         return [self.free.pop() for _ in range(-(-tokens // 16))]
 
 
-def sequence(pages, computed, pending, *, prompt=None, adapter=None, seed=0, **params):
+def sequence(pages, computed, pending, *, prompt=None, adapter=None, scale=1.0, seed=0, **params):
     total = computed + pending
     return Sequence(
         request_id=str(len(pages.free)),
         token_ids=[1000 + 3 * i for i in range(total)],
         num_prompt_tokens=total if prompt is None else prompt,
         params=SamplingParams(**{"temperature": 0, **params}),
-        adapter=adapter,
+        adapters=() if adapter is None else (adapter,),
+        adapter_scales=() if adapter is None else (scale,),
+        vocab_size=5000,
         num_computed_tokens=computed,
         page_ids=pages.take(total),
         seed=seed,
@@ -46,7 +48,8 @@ def sequence(pages, computed, pending, *, prompt=None, adapter=None, seed=0, **p
 def build(decodes, prefills, shapes=None, index=None):
     shapes = shapes or batch_shapes(8, 6)
     step = ScheduledStep(decodes=decodes, prefills=prefills)
-    return build_batch(step, shapes, GEOMETRY, BLOCK, WIDTH, (index or {}).__getitem__)
+    slots = max(index.values()) + 1 if index else 0
+    return build_batch(step, shapes, GEOMETRY, BLOCK, WIDTH, slots, (index or {}).__getitem__)
 
 
 def test_shapes():
@@ -83,14 +86,15 @@ def test_padding_writes_to_page_0_and_is_the_base():
     assert batch.table_SP.shape == (6, WIDTH)
     assert not np.any(batch.slots_T)
     assert not np.any(batch.positions_T)
-    assert (np.asarray(batch.adapter_T) == -1).all()
+    assert batch.mix_SX is None
+    assert not np.asarray(empty_batch(BatchShape(2, 4), BLOCK, WIDTH, slots=3).mix_SX).any()
     assert (batch.decode_chunks, batch.prefill_chunks) == (0, 0)
     assert (np.asarray(batch.sampling.temperature_S) == 0).all()
 
 
 def test_decode_rows():
     pages, lora = Pages(), object()
-    seqs = [sequence(pages, 20, 1), sequence(pages, 128, 1, adapter=lora), sequence(pages, 0, 1)]
+    seqs = [sequence(pages, 20, 1), sequence(pages, 128, 1, adapter=lora, scale=0.5), sequence(pages, 0, 1)]
     built = build(seqs, [], index={lora: 5})
     batch = built.batch
     assert built.shape == BatchShape(0, 8)
@@ -98,7 +102,10 @@ def test_decode_rows():
     assert list(batch.token_ids_T[:3]) == [1060, 1384, 1000]
     assert list(batch.positions_T[:3]) == [20, 128, 0]
     assert list(batch.slots_T[:3]) == [seqs[0].page_ids[1] * 16 + 4, seqs[1].page_ids[8] * 16, seqs[2].page_ids[0] * 16]
-    assert list(batch.adapter_T) == [-1, 5, -1, -1, -1, -1, -1, -1]
+    mix_SX = np.zeros((8, 6))
+    mix_SX[1, 5] = 0.5
+    np.testing.assert_array_equal(batch.mix_SX, mix_SX)
+    assert list(batch.sampling.vocab_S[:4]) == [5000, 5000, 5000, 1]
     assert list(batch.table_SP[1, :9]) == seqs[1].page_ids
     assert batch.decode_chunks == 2  # 129 tokens at 128 a chunk
     assert batch.prefill_chunks == 0
@@ -121,7 +128,7 @@ def test_prefill_chunks_fill_blocks_of_their_own():
     assert [int(sampling.index_S[row]) for row in (0, 9, 13)] == [0, 8 + 10, 40 + 9]
     assert [int(sampling.position_S[row]) for row in (0, 9, 13)] == [10, 11, 130]
     assert (built.batch.decode_chunks, built.batch.prefill_chunks) == (1, 2)
-    assert list(built.batch.adapter_T) == [-1] * 8 + [0] * 11 + [-1] * (56 - 19)
+    assert np.asarray(built.batch.mix_SX)[:, 0].tolist() == [0] * 8 + [1, 1] + [0] * 4
 
 
 def test_sampling_options_of_a_row():
@@ -168,14 +175,18 @@ def test_every_token_is_read_and_written_where_its_sequence_says(decodes, prefil
             expected[t] = (seq, seq.num_computed_tokens + i, row)
     for t in range(len(batch.token_ids_T)):
         if t not in expected:
-            assert (batch.slots_T[t], batch.positions_T[t], batch.adapter_T[t]) == (0, 0, -1)
+            assert (batch.slots_T[t], batch.positions_T[t]) == (0, 0)
             continue
         seq, position, row = expected[t]
         assert batch.token_ids_T[t] == seq.token_ids[position]
         assert batch.positions_T[t] == position
         assert batch.slots_T[t] == seq.page_ids[position // 16] * 16 + position % 16
         assert batch.table_SP[row, position // 16] == seq.page_ids[position // 16]
-        assert batch.adapter_T[t] == (-1 if seq.adapter is None else index[seq.adapter])
+        if batch.mix_SX is not None:
+            mine = {index[adapter]: scale for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True)}
+            assert {int(x): batch.mix_SX[row, x] for x in np.flatnonzero(batch.mix_SX[row])} == mine
+        else:
+            assert not seq.adapters
         assert rows.setdefault(row, seq) is seq  # a row belongs to one sequence
         chunks = batch.decode_chunks if t < built.shape.num_decodes else batch.prefill_chunks
         assert position < int(chunks) * PAGE_CHUNK * 16

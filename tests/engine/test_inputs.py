@@ -24,13 +24,13 @@ def model_config(**changes) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def reader():
-    return InputReader(model_config(), Tokenizer.from_folder(TINY_MODEL), 32)
+    return InputReader(model_config(), Tokenizer.from_folder(TINY_MODEL), 260, 32)
 
 
 @pytest.fixture(scope="module")
 def blind():
     """A reader without a tokenizer."""
-    return InputReader(model_config(), None, 32)
+    return InputReader(model_config(), None, 260, 32)
 
 
 def reason(call, *args) -> tuple[str, str | None]:

@@ -12,13 +12,13 @@ from multilora_jax.request import SamplingParams, Sequence
 from tests.lora.fake_adapter import FakeAdapter
 
 
-def make(num_pages: int, page_tokens: int = 4, max_pinned_pages: int = 0):
+def make(num_pages: int, page_tokens: int = 4):
     geometry = PoolGeometry(
         num_layers=2, num_pages=num_pages, page_tokens=page_tokens, hidden=8, q_dim=8, kv_dim=8, ffn=16,
         num_kv_heads=2, head_dim=4,
     )  # fmt: skip
     allocator = PageAllocator(num_pages)
-    cache: AdapterCache[FakeAdapter] = AdapterCache(allocator, max_pinned_pages=max_pinned_pages)
+    cache: AdapterCache[FakeAdapter] = AdapterCache(allocator)
     return allocator, cache, KVManager(allocator, geometry, cache)
 
 
@@ -28,6 +28,8 @@ def sequence(num_tokens: int) -> Sequence:
 
 def idle(cache: AdapterCache[FakeAdapter], *adapters: FakeAdapter) -> None:
     for adapter in adapters:
+        assert cache.reserve(adapter)
+        cache.take_writes()
         assert cache.acquire(adapter)
         cache.release(adapter)
 
@@ -68,7 +70,7 @@ def test_evicts_least_recently_used_adapters_and_no_more_than_needed():
 def test_evicts_nothing_when_that_would_not_be_enough():
     allocator, cache, kv = make(7)
     used, unused = FakeAdapter("used"), FakeAdapter("unused")
-    idle(cache, unused)
+    idle(cache, unused, used)
     assert cache.acquire(used)
     seq = sequence(40)
     assert not kv.allocate_for(seq, 20)  # 5 pages; 2 free + 2 idle
@@ -90,6 +92,40 @@ def test_free_returns_every_page():
     allocator.check_integrity()
 
 
-def test_max_tokens_ever_leaves_out_page_zero_and_pins():
-    assert make(6)[2].max_tokens_ever() == 20
-    assert make(6, max_pinned_pages=2)[2].max_tokens_ever() == 12
+def test_takes_pages_of_every_kind_of_idle_item_by_one_order():
+    allocator, cache, kv = make(9)
+    a, b = FakeAdapter("a"), FakeAdapter("b")
+    prefix = allocator.allocate(2, PageKind.CACHED)
+    assert prefix is not None
+    idle(cache, a)
+
+    def evict(item: str) -> None:
+        cache.order.leave(item)
+        allocator.free(prefix, PageKind.CACHED)
+
+    cache.order.enter("prefix")
+    cache.order.set_idle("prefix", 2, evict)
+    idle(cache, b)
+    seq = sequence(40)
+    assert kv.allocate_for(seq, 20)  # 5 pages, 2 are free
+    assert list(cache.order) == [b]
+    assert len(seq.page_ids) == 5
+
+
+def test_protected_adapters_stay_though_they_are_idle():
+    _, cache, kv = make(7)
+    a, b = FakeAdapter("a"), FakeAdapter("b")
+    idle(cache, a, b)
+    seq = sequence(40)
+    assert not kv.allocate_for(seq, 20, protect=(a,))
+    assert kv.allocate_for(seq, 16, protect=(a,))
+    assert cache.residents() == [a]
+
+
+def test_pages_to_the_end_counts_from_what_is_held():
+    _, _, kv = make(10)
+    seq = sequence(6)
+    seq.max_total_tokens = 17
+    assert kv.pages_to_the_end(seq) == 5
+    assert kv.allocate_for(seq, 6)
+    assert kv.pages_to_the_end(seq) == 3

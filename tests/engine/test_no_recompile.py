@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from multilora_jax.request import SamplingParams
-from tests.tiny_engine import Request, greedy, make_adapter, run_all, tiny_engine, tokens_of
+from multilora_jax.request import LoRARequest, SamplingParams
+from tests.tiny_engine import Request, greedy, make_adapter, make_engine, run_all, tiny_engine, tokens_of
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -65,6 +65,26 @@ def test_traffic_compiles_nothing(engine, compiles, tmp_path):
 
     assert tokens_of(again) == tokens_of(first)
     assert engine.runner.rank_rows.bucket == 64  # both sizes were used
+    assert engine.stats().compilations == 0
+    assert compiles == []
+
+
+def test_every_feature_of_peft_and_mixes_compile_nothing(golden_tiny, compiles, tmp_path):
+    engine = make_engine(golden_tiny / "bases" / "untied", narrow=False, max_num_seqs=2, max_rank_rows=64)
+    engine.warm_up()
+    names = ["dora_qv_rslora", "embed_lm_head", "modules_to_save_embed", "trainable_tokens", "all_linear_string"]
+    loras = [LoRARequest(name, i, str(golden_tiny / "cases" / name)) for i, name in enumerate(names, 1)]
+    plain = make_adapter(tmp_path / "plain", engine, 8, 7)
+    for lora in loras:
+        engine.add_lora(lora)
+    compiles.clear()
+    prompt, long = [5, 17, 200], [(11 + 37 * i) % 254 + 2 for i in range(40)]
+    run_all(engine, [Request(prompt, greedy(4), plain), Request(prompt, greedy(4))])
+    run_all(engine, [Request(prompt, greedy(4), lora) for lora in [*loras, None, plain]])
+    run_all(engine, [Request(long, greedy(3, prompt_logprobs=3, logprobs=2), lora) for lora in loras])
+    run_all(engine, [Request(prompt, greedy(4), [loras[0], loras[1]]), Request(long, greedy(4), [loras[2], plain])])
+    engine.remove_lora("embed_lm_head")
+    run_all(engine, [Request(prompt, greedy(4), loras[1])])
     assert engine.stats().compilations == 0
     assert compiles == []
 

@@ -36,7 +36,7 @@ def make_programs(mesh, dtype, num_pages):
     shape = (2, num_pages, geometry.page_elements)
     pool: Any = jax.ShapeDtypeStruct(shape, geometry.storage_dtype, sharding=NamedSharding(mesh, POOL_SPEC))
     params = load_llama(spec, 64, mesh, None).params()
-    return Programs(spec, mesh, params, pool, WIDTH), num_pages * geometry.page_bytes
+    return Programs(spec, mesh, params, pool, WIDTH, ROWS), num_pages * geometry.page_bytes
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -45,12 +45,24 @@ def big(request, mesh):
     return make_programs(mesh, request.param, 65536)
 
 
-@pytest.mark.parametrize("key", [("layers", SHAPE, 0), ("layers", SHAPE, ROWS), ("write_page",)])
-def test_the_pool_is_updated_in_place(big, key):
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("layers", SHAPE, 0, False),
+        ("layers", SHAPE, ROWS, False),
+        ("layers", SHAPE, ROWS, True),
+        ("write_page",),
+        ("begin", SHAPE, ROWS, True),
+        ("finish", SHAPE, True),
+        ("logprobs", True),
+    ],
+)
+def test_the_pool_is_updated_and_read_in_place(big, key):
     programs, pool_bytes = big
     memory = programs.get(*key).memory_analysis()
     assert pool_bytes >= 2**28
-    assert memory.alias_size_in_bytes >= pool_bytes
+    if key[0] in ("layers", "write_page"):
+        assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 100
 
 
@@ -84,12 +96,12 @@ def test_each_program_is_compiled_once_whoever_asks(mesh):
 
 def test_a_shape_that_was_not_foreseen_is_an_error(mesh):
     programs, _ = make_programs(mesh, "float32", 8)
-    begin = programs.get("begin", SHAPE, 0)
+    begin = programs.get("begin", SHAPE, 0, False)
     top = programs._params["top"]
-    x, _ = begin(top, empty_batch(SHAPE, BLOCK, WIDTH))
+    x, _ = begin(top, empty_batch(SHAPE, BLOCK, WIDTH), None)
     assert x.shape == (64, 36)
     with pytest.raises(TypeError):
-        begin(top, empty_batch(BatchShape(2, 5), BLOCK, WIDTH))
+        begin(top, empty_batch(BatchShape(2, 5), BLOCK, WIDTH), None)
 
 
 def test_layers_are_grouped_by_a_divisor_on_cpus():

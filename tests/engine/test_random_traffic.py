@@ -98,7 +98,7 @@ def test_500_requests_over_40_adapters(engine, jobs):
 
 def test_traffic_that_must_preempt(engine, jobs):
     """With most pages taken by somebody else, running texts run out of pages and start over; no answer changes."""
-    engine.cache.evict_idle(POOL_PAGES)
+    engine.cache.order.evict(list(engine.cache.order))
     others = engine.allocator.allocate(76, PageKind.CACHED)
     sizes = {adapter.name: adapter.num_pages for adapter in engine.list_loras()}
     growing = [job for job in jobs if len(job[1]) == 60 and (job[0].lora is None or sizes[job[0].lora.lora_name] < 5)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,25 +9,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multilora_jax.engine.rank_rows import ROW_BLOCK, SHRINK_PATIENCE, RankRows, row_buckets
+from multilora_jax.engine.rank_rows import ROW_BLOCK, SHRINK_PATIENCE, HostTables, RankRows, num_slots, row_buckets
+from multilora_jax.lora.layout import AdapterLayout
 
 LAYERS = 2
 
 
-@dataclass(eq=False)
+def layout(rank, *, scale=2.0, bias=False, gain=False, norm=False):
+    """An adapter's layout: one module absent, one of half the rank, and special rows behind the LoRA rows."""
+    ranks_LM = np.full((LAYERS, 7), rank, np.int32)
+    ranks_LM[1, 3] = 0
+    ranks_LM[0, 2] = (rank + 1) // 2
+    none_LM, none_M, none_L2 = np.full((LAYERS, 7), -1), np.ones(7, np.int32), np.full((LAYERS, 2), -1)
+    places = np.cumsum([bias, gain, norm]) - 1 + rank
+    return AdapterLayout(
+        rank=rank, num_rows=rank + bias + gain + norm, num_pages=1, num_units=1, ranks_LM=ranks_LM,
+        scale_LM=np.where(ranks_LM > 0, np.float32(scale), np.float32(0)), start_a_LM=none_LM, start_b_LM=none_LM,
+        units_a_M=none_M, units_b_M=none_M,
+        start_bias_LM=none_LM + 1 if bias else none_LM, start_gain_LM=none_LM + 1 if gain else none_LM,
+        start_norm_L2=none_L2 + 1 if norm else none_L2,
+        bias_row=int(places[0]) if bias else -1, gain_row=int(places[1]) if gain else -1,
+        norm_row=int(places[2]) if norm else -1,
+    )  # fmt: skip
+
+
 class Adapter:
-    """What RankRows reads of a HostAdapter."""
+    """What RankRows reads of an adapter."""
 
-    rank: int
-    scale: float = 2.0
-    ranks_LM: np.ndarray = field(init=False)
-    scale_LM: np.ndarray = field(init=False)
-
-    def __post_init__(self):
-        self.ranks_LM = np.full((LAYERS, 7), self.rank, np.int32)
-        self.ranks_LM[1, 3] = 0
-        self.ranks_LM[0, 2] = (self.rank + 1) // 2
-        self.scale_LM = np.where(self.ranks_LM > 0, np.float32(self.scale), np.float32(0))
+    def __init__(self, rank, **options):
+        self.layout = layout(rank, **options)
+        self.num_rows = self.layout.num_rows
 
 
 class Buffers:
@@ -37,8 +47,7 @@ class Buffers:
     def __init__(self, rows: RankRows):
         self.rows = rows
         self.content: dict[int, tuple[Any, int]] = {}
-        self.owner_R: np.ndarray = np.zeros(0)
-        self.scale_LMR: np.ndarray = np.zeros(0)
+        self.tables = HostTables.empty(LAYERS, 0)
 
     def step(self, adapters):
         """Follows a plan and proves that a step over `adapters` would read the right rows; returns the plan."""
@@ -50,21 +59,24 @@ class Buffers:
             assert 0 <= start <= plan.bucket - ROW_BLOCK
             self.content[start // ROW_BLOCK] = (adapter, first // ROW_BLOCK)
         if plan.changed:
-            self.owner_R, self.scale_LMR = self.rows.tables()
+            self.tables = self.rows.tables()
         if adapters:
-            assert len(self.owner_R) == plan.bucket == self.scale_LMR.shape[2]
+            assert len(self.tables.owner_R) == plan.bucket == self.tables.scale_LMR.shape[2]
         indices = [self.rows.index_of(adapter) for adapter in adapters]
         assert len(set(indices)) == len(indices)
         for adapter, index in zip(adapters, indices, strict=True):
-            owned = np.flatnonzero(self.owner_R == index)
+            owned = np.flatnonzero(self.tables.owner_R == index)
             blocks = owned[::ROW_BLOCK] // ROW_BLOCK
-            assert len(owned) == -(-adapter.rank // ROW_BLOCK) * ROW_BLOCK
+            assert len(owned) == -(-adapter.num_rows // ROW_BLOCK) * ROW_BLOCK
             assert sorted(self.content[b] for b in blocks) == [(adapter, n) for n in range(len(blocks))]
+            own = adapter.layout.row_tables()
             for b in blocks:
-                n = self.content[b][1]
-                live = n * ROW_BLOCK + np.arange(ROW_BLOCK) < adapter.ranks_LM[:, :, None]
-                wanted = np.where(live, adapter.scale_LM[:, :, None], 0)
-                np.testing.assert_array_equal(self.scale_LMR[:, :, b * ROW_BLOCK : (b + 1) * ROW_BLOCK], wanted)
+                first = self.content[b][1] * ROW_BLOCK
+                for name in ("scale_LMR", "const_LMR", "gain_LMR", "norm_L2R"):
+                    wanted = getattr(own, name)[..., first : first + ROW_BLOCK]
+                    got = getattr(self.tables, name)[..., b * ROW_BLOCK : (b + 1) * ROW_BLOCK]
+                    np.testing.assert_array_equal(got[..., : wanted.shape[-1]], wanted)
+                    assert not got[..., wanted.shape[-1] :].any()
         return plan
 
 
@@ -134,6 +146,28 @@ def test_a_forgotten_adapter_leaves_its_rows():
     assert [adapter for adapter, _, _ in buffers.step([a, c]).copies] == [a]
 
 
+def test_special_rows_count_and_their_tables_follow():
+    buffers = Buffers(RankRows([16, 64], LAYERS))
+    biased = Adapter(8, bias=True)
+    plan = buffers.step([biased])
+    assert (plan.bucket, plan.extended, len(plan.copies)) == (16, False, 2)
+    assert buffers.tables.const_LMR.sum() == LAYERS * 7
+
+
+def test_extended_adapters_run_with_the_most_rows():
+    a, dora, norms = Adapter(8), Adapter(8, gain=True), Adapter(3, norm=True, bias=True)
+    buffers = Buffers(RankRows([16, 64], LAYERS))
+    assert buffers.step([a]).bucket == 16
+    plan = buffers.step([a, dora])
+    assert (plan.bucket, plan.extended, plan.rebuild) == (64, True, True)
+    plan = buffers.step([a])
+    assert (plan.bucket, plan.extended) == (64, False)
+    assert buffers.step([norms, dora]).extended
+    for _ in range(2 * SHRINK_PATIENCE):
+        assert buffers.step([dora]).bucket == 64
+    assert num_slots(64) == 8
+
+
 def test_too_many_rows_are_an_error():
     with pytest.raises(ValueError, match="24 rank rows in one step exceed the largest bucket 16"):
         RankRows([16], LAYERS).plan([Adapter(8), Adapter(9)])
@@ -141,19 +175,19 @@ def test_too_many_rows_are_an_error():
 
 @settings(max_examples=100)
 @given(
-    ranks=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    ranks=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans()), min_size=1, max_size=8),
     steps=st.lists(st.tuples(st.sets(st.integers(0, 7), max_size=5), st.booleans(), st.integers(1, 70)), max_size=25),
 )
 def test_any_sequence_of_steps(ranks, steps):
-    adapters = [Adapter(rank, scale=1.0 + i) for i, rank in enumerate(ranks)]
+    adapters = [Adapter(rank, scale=1.0 + i, bias=bias, norm=norm) for i, (rank, bias, norm) in enumerate(ranks)]
     rows = RankRows(row_buckets(72), LAYERS)
     buffers = Buffers(rows)
     for chosen, forget, repeat in steps:
         step, need = [], 0
         for i in sorted(chosen):
-            if i < len(adapters) and need + -(-ranks[i] // 8) * 8 <= 72:
+            if i < len(adapters) and need + -(-adapters[i].num_rows // 8) * 8 <= 72:
                 step.append(adapters[i])
-                need += -(-ranks[i] // 8) * 8
+                need += -(-adapters[i].num_rows // 8) * 8
         for _ in range(repeat if repeat > 60 else 1):
             buffers.step(step)
         if forget and step:

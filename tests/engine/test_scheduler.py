@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.engine.scheduler_bench import CONFIG, Bench, FakeAdapter, ids, ran
@@ -131,7 +133,7 @@ def test_d12_any_rank_takes_whole_row_blocks():
 
 
 @pytest.mark.parametrize("changes", [{"max_loras": 2}, {"max_rank_rows": 16}, {"max_loras": 1}])
-def test_d15_more_adapters_than_slots_all_finish_within_the_cap(changes: dict[str, int]):
+def test_d15_more_adapters_than_slots_all_finish_within_the_cap(changes: dict[str, Any]):
     bench = Bench(**changes)
     cap = changes.get("max_loras", 2)
     adapters = [FakeAdapter(f"adapter-{i}") for i in range(6)]

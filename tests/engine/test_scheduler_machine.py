@@ -1,38 +1,32 @@
-"""A state machine over scheduler, cache, KV manager and allocator with an engine that computes nothing.
+"""A state machine over scheduler, transfers, cache, KV manager and allocator with an engine that computes nothing.
 
 After every step: budgets hold, pages belong to one owner and cover what was computed, adapters of the step are
-resident and held, the oldest running sequence advanced, and nobody was overtaken too often. At the end everybody
-finishes within as many steps as there are tokens.
+ready, written and held, the oldest running sequence advanced, and nobody was overtaken too often. At the end everybody
+finishes within a number of rounds that grows with the tokens and loads, and nothing is left in the pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from multilora_jax.engine.kv_manager import KVManager
-from multilora_jax.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.errors import UserError
-from multilora_jax.lora.cache import AdapterCache
-from multilora_jax.memory.allocator import PageAllocator, PageKind
-from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.request import FinishReason, SamplingParams, Sequence, SequenceStatus
+from multilora_jax.memory.allocator import PageKind
+from multilora_jax.request import FinishReason, Sequence, SequenceStatus
+from tests.engine.scheduler_bench import PAGE_TOKENS, Bench, FakeAdapter
 
-PARAMS = SamplingParams()
-PAGE_TOKENS = 4
-# prompt tokens, new tokens, adapter (5 and above: base), priority
-REQUESTS = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 6), st.sampled_from([0, 0, 1]))
-
-
-@dataclass(eq=False)
-class FakeAdapter:
-    name: str
-    num_pages: int
-    rank: int
-    digest: str = "0" * 64
+NUM_NAMES = 6
+# prompt tokens, new tokens, adapters, priority
+REQUESTS = st.tuples(
+    st.integers(1, 30),
+    st.integers(1, 40),
+    st.lists(st.integers(0, NUM_NAMES - 1), max_size=3, unique=True),
+    st.sampled_from([0, 0, 1]),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -40,123 +34,147 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_pages=st.integers(8, 24), max_num_seqs=st.integers(1, 6), blocks=st.integers(1, 5),
         prefill_block=st.sampled_from([1, 3, 4, 8]), max_loras=st.sampled_from([None, 1, 2, 3]),
         max_rank_rows=st.integers(2, 8).map(lambda n: 8 * n), max_adapter_pages=st.sampled_from([None, 5, 8]),
-        pins=st.integers(0, 2), max_overtakes=st.integers(0, 4), max_scan=st.integers(1, 8),
+        max_overtakes=st.integers(0, 4), max_scan=st.integers(1, 8), policy=st.sampled_from(["lru", "fifo"]),
+        pages_per_step=st.integers(1, 4), prefetch=st.booleans(), lookahead=st.integers(1, 8),
+        max_reads=st.integers(1, 4), delay=st.integers(0, 3),
     )  # fmt: skip
-    def start(
-        self, num_pages: int, max_num_seqs: int, blocks: int, prefill_block: int, max_loras: int | None,
-        max_rank_rows: int, max_adapter_pages: int | None, pins: int, max_overtakes: int, max_scan: int,
-    ) -> None:  # fmt: skip
-        geometry = PoolGeometry(
-            num_layers=1, num_pages=num_pages, page_tokens=PAGE_TOKENS, hidden=8, q_dim=8, kv_dim=8, ffn=8,
-            num_kv_heads=1, head_dim=8,
-        )  # fmt: skip
-        self.config = SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=blocks * prefill_block + prefill_block // 2,
-            prefill_block=prefill_block, max_rank_rows=max_rank_rows, max_loras=max_loras,
-            max_overtakes=max_overtakes, max_scan=max_scan,
-        )  # fmt: skip
-        self.blocks = blocks
-        self.allocator = PageAllocator(num_pages)
-        self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, max_pinned_pages=pins)
-        self.scheduler = Scheduler(
-            self.config, self.allocator, KVManager(self.allocator, geometry, self.cache), self.cache
+    def start(self, blocks: int, prefill_block: int, **options: Any) -> None:
+        self.bench = Bench(
+            prefill_block=prefill_block, max_num_batched_tokens=blocks * prefill_block + prefill_block // 2, **options
         )
-        self.adapters = [FakeAdapter(f"a{i}", 1 + i % 3, rank=1 + 7 * i) for i in range(5)]
-        self.waiting: dict[str, tuple[Sequence, int]] = {}
+        self.blocks = blocks
+        self.cache, self.scheduler = self.bench.cache, self.bench.scheduler
+        self.adapters = [self.make(i) for i in range(NUM_NAMES)]
+        self.everyone = list(self.adapters)
+        self.waiting: dict[str, Sequence] = {}
         self.overtaken: dict[str, int] = {}
         self.running: list[Sequence] = []  # in order of admission
-        self.written: dict[FakeAdapter, list[int]] = {}
         self.count = 0
 
-    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=8))
-    def add(self, requests: list[tuple[int, int, int, int]]) -> None:
-        for request in requests:
-            self.add_one(*request)
+    def make(self, which: int) -> FakeAdapter:
+        return FakeAdapter(f"a{which}", 1 + which % 3, rank=1 + 7 * (which % 5))
 
-    def add_one(self, prompt: int, output: int, which: int, priority: int) -> None:
-        adapter = self.adapters[which] if which < 5 else None
-        seq = Sequence(str(self.count), [1] * prompt, prompt, PARAMS, adapter, max_total_tokens=prompt + output)
-        seq.priority = priority
-        try:
-            self.scheduler.add(seq)
-        except UserError:
-            self.scheduler.check_integrity()
-            return
-        self.waiting[seq.request_id] = (seq, self.count)
-        self.overtaken[seq.request_id] = 0
-        self.count += 1
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=8))
+    def add(self, requests: list[tuple[int, int, list[int], int]]) -> None:
+        for prompt, output, which, priority in requests:
+            name = str(self.count)
+            self.count += 1
+            try:
+                seq = self.bench.add(name, prompt, output, tuple(self.adapters[i] for i in which), priority)
+            except UserError:
+                self.scheduler.check_integrity()
+                continue
+            self.waiting[name] = seq
+            self.overtaken[name] = 0
 
     @rule(which=st.integers(0, 40))
     def abort(self, which: int) -> None:
-        live = [seq for seq, _ in self.waiting.values()] + self.running
+        live = [*self.waiting.values(), *self.running]
         if live:
             seq = live[which % len(live)]
             assert self.scheduler.abort(seq.request_id) is seq
-            self.forget(seq)
+            self.leave(seq)
         self.scheduler.check_integrity()
 
-    @rule(which=st.integers(0, 4))
-    def reload_adapter(self, which: int) -> None:
+    @rule(which=st.integers(0, NUM_NAMES - 1))
+    def swap_adapter(self, which: int) -> None:
+        """The name gets a new version; requests that are live finish on the old one."""
         old = self.adapters[which]
         self.cache.drop(old)
-        self.adapters[which] = FakeAdapter(old.name, old.num_pages, old.rank)
+        self.adapters[which] = self.make(which)
+        self.everyone.append(self.adapters[which])
         self.scheduler.check_integrity()
+        users = [seq for seq in [*self.waiting.values(), *self.running] if old in seq.adapters]
+        assert users or not self.cache.is_resident(old)
 
-    @rule(which=st.integers(0, 4))
+    @rule(which=st.integers(0, NUM_NAMES - 1))
     def pin(self, which: int) -> None:
         adapter = self.adapters[which]
-        if self.cache.pinned_pages + adapter.num_pages <= self.cache.max_pinned_pages:
-            self.cache.pin(adapter)
+        try:
+            self.scheduler.check_pin(adapter)
+        except UserError:
+            return
+        self.cache.pin(adapter)
+        self.scheduler.check_integrity()
 
-    @rule(which=st.integers(0, 4))
+    @rule(which=st.integers(0, NUM_NAMES - 1))
     def unpin(self, which: int) -> None:
         self.cache.unpin(self.adapters[which])
+        self.scheduler.check_integrity()
+
+    @rule(num_items=st.integers(0, 5))
+    def evict(self, num_items: int) -> None:
+        self.cache.order.evict(list(self.cache.order)[:num_items])
+        self.scheduler.check_integrity()
+
+    @precondition(lambda self: self.bench.source.delay)
+    @rule(which=st.integers(0, NUM_NAMES - 1))
+    def lose_host_copy(self, which: int) -> None:
+        self.bench.source.here.pop(self.adapters[which], None)
+
+    @rule(which=st.integers(0, NUM_NAMES - 1))
+    def fail_load(self, which: int) -> None:
+        """What the engine does once it hears that a host copy cannot be had."""
+        adapter = self.adapters[which]
+        if adapter not in self.bench.transfers.awaited():
+            return
+        self.bench.source.due.pop(adapter, None)
+        self.bench.transfers.forget(adapter)
+        for seq in self.scheduler.sequences_waiting_for(adapter):
+            self.scheduler.finish(seq, FinishReason.ERROR)
+            self.leave(seq)
+        self.scheduler.check_integrity()
 
     @precondition(lambda self: self.scheduler.has_unfinished())
-    @rule(steps=st.integers(1, 5))
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
+    @rule(rounds=st.integers(1, 6))
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
             if self.scheduler.has_unfinished():
-                self.one_step()
+                self.one_round()
 
-    def forget(self, seq: Sequence) -> None:
+    def leave(self, seq: Sequence) -> None:
         self.waiting.pop(seq.request_id, None)
         if seq in self.running:
             self.running.remove(seq)
         assert seq.page_ids == []
         assert seq.status is SequenceStatus.FINISHED
 
-    def one_step(self) -> None:
-        oldest = self.running[0] if self.running else None
-        step = self.scheduler.schedule()
-        assert step is not None
+    def one_round(self) -> None:
+        bench, oldest = self.bench, self.running[0] if self.running else None
+        bench.source.tick()
+        copied = bench.plan()
+        assert copied <= bench.pages_per_step or not self.running
         self.scheduler.check_integrity()
-        self.written.update(self.cache.take_pending_writes())
-        self.follow(step)
+        only_loading = {name for name, seq in self.waiting.items() if self.waits_for_first_load(seq)}
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if step is None:
+            assert not self.running
+            return
+        self.follow(step, only_loading)
         assert oldest is None or oldest in step.decodes or oldest in [seq for seq, _ in step.prefills]
         self.check_step(step)
-        for seq, n in [(seq, 1) for seq in step.decodes] + step.prefills:
-            seq.num_computed_tokens += n
-            if seq.num_pending_tokens == 0:
-                seq.token_ids.append(2)
-            if seq.num_tokens >= seq.max_total_tokens:
-                self.scheduler.finish(seq, FinishReason.LENGTH)
-                self.forget(seq)
+        bench.run(step)
+        for seq in [seq for seq in self.running if seq.finished]:
+            self.leave(seq)
         self.scheduler.check_integrity()
 
-    def follow(self, step: ScheduledStep) -> None:
+    def waits_for_first_load(self, seq: Sequence) -> bool:
+        missing = [adapter for adapter in seq.adapters if not self.cache.is_ready(adapter)]
+        coming = any(self.cache.is_coming(adapter) for adapter in missing)
+        return coming and not any(self.cache.was_lost(adapter) for adapter in missing)
+
+    def follow(self, step: ScheduledStep, only_loading: set[str]) -> None:
         """Take over who runs and who waits, and count who passed whom."""
         for seq in step.preempted:
             assert seq is self.running[-1]
             self.running.remove(seq)
             assert (seq.num_computed_tokens, seq.page_ids) == (0, [])
-            self.waiting[seq.request_id] = (seq, int(seq.request_id))
+            self.waiting[seq.request_id] = seq
             self.overtaken[seq.request_id] = 0
-        before = dict(self.waiting)
-        for name, (seq, _) in before.items():
-            if seq.status is SequenceStatus.RUNNING:
-                del self.waiting[name]
-        admitted = [seq for seq, _ in before.values() if seq.status is SequenceStatus.RUNNING]
+        admitted = [seq for seq in self.waiting.values() if seq.status is SequenceStatus.RUNNING]
+        for seq in admitted:
+            del self.waiting[seq.request_id]
         order = [seq for seq in self.scheduler_running() if seq in admitted]
         assert len(order) == len(admitted)
         self.running += order
@@ -164,15 +182,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         def key(seq: Sequence) -> tuple[int, bool, int]:
             return (seq.priority, seq.num_preemptions == 0, int(seq.request_id))
 
-        for name, (seq, _) in self.waiting.items():
-            self.overtaken[name] += sum(key(other) > key(seq) for other in admitted)
-            assert self.overtaken[name] <= self.config.max_overtakes
+        for name, seq in self.waiting.items():
+            if name not in only_loading:
+                self.overtaken[name] += sum(key(other) > key(seq) for other in admitted)
+            assert self.overtaken[name] <= self.scheduler.config.max_overtakes
 
     def scheduler_running(self) -> list[Sequence]:
         return [entry.seq for entry in self.scheduler._running.values()]
 
     def check_step(self, step: ScheduledStep) -> None:
-        config, sequences = self.config, step.decodes + [seq for seq, _ in step.prefills]
+        bench, config = self.bench, self.scheduler.config
+        sequences = step.decodes + [seq for seq, _ in step.prefills]
         assert len(set(sequences)) == len(sequences) <= config.max_num_seqs
         assert self.running == self.scheduler_running()
         assert self.scheduler.num_waiting == len(self.waiting)
@@ -182,37 +202,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq, n in step.prefills:
             assert seq.num_pending_tokens > 1
             assert n == seq.num_pending_tokens or (n > 0 and n % config.prefill_block == 0)
-        adapters = {seq.adapter for seq in self.running} - {None}
+        adapters = {adapter for seq in self.running for adapter in seq.adapters}
         assert config.max_loras is None or len(adapters) <= config.max_loras
-        assert sum(-(-a.rank // 8) * 8 for a in adapters) <= config.max_rank_rows
+        assert sum(-(-a.num_rows // 8) * 8 for a in adapters) <= config.max_rank_rows
         assert len(set(step.adapters)) == len(step.adapters)
-        assert set(step.adapters) == {seq.adapter for seq in sequences} - {None}
-        for adapter in step.adapters:
-            assert self.cache.references(adapter) == sum(seq.adapter is adapter for seq in self.running)
-            assert self.written[adapter] == self.cache.pages_of(adapter)
-        assert self.allocator.count(PageKind.ADAPTER) <= self.cache.max_adapter_pages
+        assert set(step.adapters) == {adapter for seq in sequences for adapter in seq.adapters}
+        for adapter in adapters:
+            assert self.cache.references(adapter) == sum(adapter in seq.adapters for seq in self.running)
+            assert self.cache.is_ready(adapter)
+            written = [bench.written[adapter][i] for i in range(adapter.num_pages)]
+            assert written == self.cache.pages_of(adapter)
+        assert bench.allocator.count(PageKind.ADAPTER) <= self.cache.max_adapter_pages
         owners = [page for seq in self.running for page in seq.page_ids]
         owners += [page for adapter in self.cache.residents() for page in self.cache.pages_of(adapter)]
         assert len(set(owners)) == len(owners)
-        assert len(owners) + self.allocator.num_free == self.allocator.num_total
+        assert len(owners) + bench.allocator.num_free == bench.allocator.num_total
         for seq, n in [(seq, 1) for seq in step.decodes] + step.prefills:
             assert len(seq.page_ids) * PAGE_TOKENS >= seq.num_computed_tokens + n
 
     def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
+        if not hasattr(self, "bench"):
             return
-        steps_allowed = sum(seq.max_total_tokens for seq in [*self.running, *(seq for seq, _ in self.waiting.values())])
+        live = [*self.running, *self.waiting.values()]
+        load_rounds = sum(adapter.num_pages + self.bench.source.delay + 2 for seq in live for adapter in seq.adapters)
+        rounds_allowed = sum(seq.max_total_tokens for seq in live) + 4 * load_rounds
         while self.scheduler.has_unfinished():
-            self.one_step()
-            steps_allowed -= 1
-            assert steps_allowed >= 0
+            self.one_round()
+            rounds_allowed -= 1
+            assert rounds_allowed >= 0
+        self.bench.plan()
         assert self.scheduler.schedule() is None
-        for adapter in self.cache.residents():
-            self.cache.unpin(adapter)
-        self.cache.evict_idle(self.allocator.num_total)
+        for adapter in self.everyone:
+            assert self.cache.references(adapter) == 0
+            self.cache.drop(adapter)
         self.scheduler.check_integrity()
-        assert self.allocator.num_free == self.allocator.num_total
+        assert self.bench.allocator.num_free == self.bench.allocator.num_total
+        assert (self.scheduler.num_active_adapters, self.scheduler.num_active_rank_rows) == (0, 0)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from multilora_jax.errors import UserError
-from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.adapter import Adapter
+from multilora_jax.lora.builder import AdapterBuilder
+from multilora_jax.lora.host_tier import HostTier
+from multilora_jax.lora.reader import AdapterReader
 from multilora_jax.lora.registry import AdapterRegistry
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.config import ModelConfig
@@ -91,11 +94,33 @@ def peft_folder(tmp_path: Path) -> Callable[..., Path]:
     return lambda name="adapter", *args, **kwargs: write_adapter(tmp_path / name, *args, **kwargs)
 
 
+class NoTensors:
+    """A base for adapters that are LoRA alone, which need none of its tensors."""
+
+    def tensor(self, name: str) -> np.ndarray | None:
+        raise AssertionError(name)
+
+
 @pytest.fixture
-def make_registry(model_config: ModelConfig) -> Callable[..., AdapterRegistry]:
-    """Builds a registry for the tiny base with ranks up to 16."""
+def make_builder(model_config: ModelConfig) -> Callable[..., AdapterBuilder]:
+    """Builds adapters for the tiny base with ranks up to 16."""
     geometry = model_config.geometry(num_pages=64, page_tokens=16, tp=1, dtype="float32")
-    return lambda *args, **kwargs: AdapterRegistry(model_config, geometry, 16, *args, **kwargs)
+    return lambda **options: AdapterBuilder(model_config, geometry, NoTensors(), max_lora_rank=16, **options)
+
+
+@pytest.fixture
+def host() -> HostTier:
+    return HostTier()
+
+
+@pytest.fixture
+def make_registry(
+    make_builder: Callable[..., AdapterBuilder], host: HostTier
+) -> Iterator[Callable[..., AdapterRegistry]]:
+    """Builds a registry for the tiny base that reads into `host`."""
+    reader = AdapterReader(make_builder(), host)
+    yield lambda *args, **kwargs: AdapterRegistry(reader, *args, **kwargs)
+    reader.close()
 
 
 @pytest.fixture
@@ -104,10 +129,10 @@ def registry(make_registry: Callable[..., AdapterRegistry]) -> AdapterRegistry:
 
 
 @pytest.fixture(scope="session")
-def outcome() -> Callable[..., HostAdapter | str]:
+def outcome() -> Callable[..., Adapter | str]:
     """Calls a method of a registry; returns its result, or the reason of its refusal."""
 
-    def run(call: Callable[..., HostAdapter], *args: Any) -> HostAdapter | str:
+    def run(call: Callable[..., Adapter], *args: Any) -> Adapter | str:
         try:
             return call(*args)
         except UserError as error:

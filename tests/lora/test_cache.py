@@ -1,59 +1,102 @@
-"""Adapter residency: references, eviction order, pins, unloads, pending writes."""
+"""Adapter residency: reservations, writes, references, eviction, pins, claims and unloads."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+from typing import Any
 
 import pytest
 
-from multilora_jax.errors import ConfigError, UserError
+from multilora_jax.errors import ConfigError
 from multilora_jax.lora.cache import AdapterCache
-from multilora_jax.memory.allocator import PageKind, PoolIntegrityError
-from tests.lora.fake_adapter import FakeAdapter, make
+from multilora_jax.lora.residency import PageWrite
+from multilora_jax.memory.allocator import PageAllocator, PageKind, PoolIntegrityError
+from tests.lora.fake_adapter import FakeAdapter, evict, fakes, load, make, use
+
+Cache = AdapterCache[FakeAdapter]
 
 
-def use(cache: AdapterCache[FakeAdapter], *adapters: FakeAdapter) -> None:
-    for adapter in adapters:
-        assert cache.acquire(adapter)
-        cache.release(adapter)
+def stage(cache: Cache, adapter: FakeAdapter) -> tuple[bool, bool, bool]:
+    return cache.is_resident(adapter), cache.is_loading(adapter), cache.is_ready(adapter)
 
 
-def test_acquire_allocates_once_and_counts_references():
+def test_adapter_is_absent_then_loading_then_ready():
     allocator, cache = make()
     a = FakeAdapter("a", 3)
-    assert cache.pages_missing(a) == 3
+    assert stage(cache, a) == (False, False, False)
+    assert not cache.acquire(a)
+    assert cache.reserve(a)
+    assert stage(cache, a) == (True, True, False)
+    assert cache.is_coming(a)
+    assert not cache.acquire(a)
+    assert allocator.count(PageKind.ADAPTER) == 3
+    pages = cache.pages_of(a)
+    assert cache.take_writes(2) == [PageWrite(a, 0, pages[0]), PageWrite(a, 1, pages[1])]
+    assert stage(cache, a) == (True, True, False)
+    cache.check_integrity()
+    assert cache.take_writes(2) == [PageWrite(a, 2, pages[2])]
+    assert stage(cache, a) == (True, False, True)
+    assert not cache.is_coming(a)
+    assert cache.take_writes() == []
     assert cache.acquire(a)
-    assert cache.acquire(a)
-    assert (cache.references(a), allocator.count(PageKind.ADAPTER)) == (2, 3)
-    assert cache.is_resident(a)
-    assert len(cache.pages_of(a)) == 3
-    assert cache.pages_missing(a) == 0
-    assert (cache.hits, cache.misses, cache.loads, cache.evictions) == (1, 1, 1, 0)
-    cache.release(a)
-    assert cache.evictable_pages == 0
-    cache.release(a)
-    assert cache.evictable_pages == 3
-    assert cache.is_resident(a)
     cache.check_integrity()
 
 
-def test_least_recently_used_idle_adapter_goes_first():
-    _, cache = make(num_pages=7)
-    a, b, c, d = (FakeAdapter(name) for name in "abcd")
+def test_reserve_twice_is_one_load():
+    _, cache = make()
+    a = FakeAdapter("a")
+    assert cache.reserve(a)
+    assert cache.reserve(a)
+    assert len(cache.take_writes()) == 2
+    assert cache.reserve(a)
+    assert cache.take_writes() == []
+    assert (cache.loads, cache.misses) == (1, 1)
+
+
+def test_writes_are_bounded_and_in_the_order_of_reservation_but_the_next_request_s_come_first():
+    _, cache = make()
+    a, b, c = fakes("abc")
+    for adapter in (a, b, c):
+        assert cache.reserve(adapter)
+    assert [(w.adapter.name, w.index) for w in cache.take_writes(3)] == [("a", 0), ("a", 1), ("b", 0)]
+    cache.expect({a: (0,), b: (0,), c: (0,)}, next_up=[c])
+    assert [(w.adapter.name, w.index) for w in cache.take_writes(1)] == [("c", 0)]
+    assert [(w.adapter.name, w.index) for w in cache.take_writes()] == [("c", 1), ("b", 1)]
+    assert all(cache.is_ready(adapter) for adapter in (a, b, c))
+
+
+def test_acquisitions_count_as_hits_but_for_the_one_that_the_load_was_made_for():
+    _, cache = make()
+    a, p = fakes("ap")
+    load(cache, a)
+    assert (cache.hits, cache.misses, cache.loads) == (0, 1, 1)
+    assert cache.acquire(a)
+    assert (cache.hits, cache.misses) == (0, 1)
+    assert cache.acquire(a)
+    assert cache.references(a) == 2
+    assert (cache.hits, cache.misses) == (1, 1)
+    cache.pin(p)
+    load(cache, p)  # no request caused this one
+    assert (cache.hits, cache.misses, cache.loads) == (1, 1, 2)
+    assert cache.acquire(p)
+    assert (cache.hits, cache.misses, cache.evictions) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", "acd"), ("fifo", "bcd")])
+def test_policy_decides_which_idle_adapter_goes_first(policy: Any, left: str):
+    _, cache = make(num_pages=7, policy=policy)
+    a, b, c, d = fakes("abcd")
     use(cache, a, b, c)
     use(cache, a)
     use(cache, d)
-    assert cache.residents() == [a, c, d]
+    assert "".join(sorted(x.name for x in cache.residents())) == left
     assert cache.evictions == 1
-    use(cache, b)
-    assert cache.residents() == [a, d, b]
     cache.check_integrity()
 
 
 def test_recency_is_the_last_release_not_the_last_acquire():
     _, cache = make(num_pages=5)
-    a, b, c = (FakeAdapter(name) for name in "abc")
+    a, b, c = fakes("abc")
+    load(cache, a)
     assert cache.acquire(a)
     use(cache, b)
     cache.release(a)
@@ -63,194 +106,127 @@ def test_recency_is_the_last_release_not_the_last_acquire():
 
 def test_adapter_in_use_is_never_evicted():
     allocator, cache = make(num_pages=5)
-    a, b = FakeAdapter("a"), FakeAdapter("b")
+    a, b = fakes("ab")
+    load(cache, a)
     assert cache.acquire(a)
     use(cache, b)
-    assert cache.evict_idle(100) == 2
+    evict(cache)
     assert cache.residents() == [a]
-    assert not cache.acquire(FakeAdapter("c", 3))
+    assert not cache.reserve(FakeAdapter("c", 3))
     assert allocator.num_free == 2
     assert (cache.misses, cache.loads) == (2, 2)
 
 
-def test_acquire_that_cannot_succeed_evicts_nothing():
+def test_reservation_that_cannot_succeed_evicts_nothing():
     _, cache = make(num_pages=7)
     a, b, big = FakeAdapter("a"), FakeAdapter("b"), FakeAdapter("big", 5)
+    load(cache, a)
     assert cache.acquire(a)
     use(cache, b)
-    assert not cache.can_acquire(big)
-    assert not cache.acquire(big)
+    assert not cache.reserve(big)
     assert cache.residents() == [a, b]
-    assert cache.evictions == 0
+    assert (cache.evictions, cache.loads) == (0, 2)
     cache.check_integrity()
+
+
+def test_protected_adapters_stay_and_spare_pages_are_left():
+    _, cache = make(num_pages=7)
+    a, b, c = fakes("abc")
+    use(cache, a, b, c)
+    d = FakeAdapter("d", 2)
+    assert not cache.reserve(d, protect=[a, b, c])
+    assert not cache.reserve(d, protect=[a, b], spare=1)
+    assert cache.reserve(d, protect=[a], spare=2)
+    assert cache.residents() == [a, c, d]
 
 
 def test_max_adapter_pages_evicts_though_pages_are_free():
     allocator, cache = make(num_pages=100, max_adapter_pages=5)
-    a, b, c = (FakeAdapter(name) for name in "abc")
+    a, b, c = fakes("abc")
     use(cache, a, b)
+    load(cache, c)
     assert cache.acquire(c)
     assert cache.residents() == [b, c]
     assert allocator.count(PageKind.ADAPTER) == 4
-    assert not cache.can_acquire(FakeAdapter("d", 4))
-    assert cache.can_acquire(FakeAdapter("e", 3))
+    assert not cache.reserve(FakeAdapter("d", 4))
+    assert not cache.reserve(FakeAdapter("e", 3), protect=[b])
+    assert cache.reserve(FakeAdapter("e", 3))
 
 
-def test_evict_idle_stops_when_enough_came_free():
-    _, cache = make()
-    a, b, c = (FakeAdapter(name) for name in "abc")
-    use(cache, a, b, c)
-    assert cache.evict_idle(3) == 4
-    assert cache.residents() == [c]
-    assert cache.evict_idle(0) == 0
+def test_max_adapter_pages_is_met_by_adapters_alone():
+    allocator, cache = make(num_pages=20, max_adapter_pages=4)
+    pages = allocator.allocate(3, PageKind.CACHED)
+    cache.order.enter("prefix")
+    cache.order.set_idle("prefix", 3, lambda item: None)
+    a, b, c = fakes("abc")
+    use(cache, a, b)
+    assert cache.reserve(c)
+    assert (cache.residents(), cache.order.is_idle("prefix")) == ([b, c], True)
+    assert pages is not None
+    allocator.free(pages, PageKind.CACHED)
 
 
-def test_pages_available_counts_idle_ones_but_not_the_adapter_beside():
+def test_evicted_first_are_those_nobody_wants_then_the_least_urgent_then_loading_ones_then_the_next():
+    _, cache = make(num_pages=20)
+    plain, urgent, late, upcoming, loading, slow = fakes("peuxls", 1)
+    use(cache, upcoming, late, urgent, plain)
+    for adapter in (slow, loading):
+        assert cache.reserve(adapter)
+    cache.expect({upcoming: (9,), urgent: (8,), late: (7,), slow: (6,), loading: (5,)}, next_up=[upcoming])
+    assert list(cache.order) == [plain, late, urgent, loading, slow, upcoming]
+    cache.take_writes()
+    assert list(cache.order) == [plain, loading, slow, late, urgent, upcoming]
+    cache.expect({plain: (1,), late: (2,)})
+    assert list(cache.order)[-2:] == [plain, late]
+    assert list(cache.order)[:4] == [upcoming, urgent, slow, loading]  # by age again
+    assert cache.acquire(plain)
+    cache.expect({late: (2,)})
+    cache.release(plain)
+    assert list(cache.order)[-2:] == [plain, late]
+    cache.check_integrity()
+
+
+def test_loading_adapter_that_is_evicted_loses_its_writes_and_is_known_as_lost():
+    allocator, cache = make(num_pages=5)
+    a, b = fakes("ab")
+    assert cache.reserve(a)
+    cache.take_writes(1)
+    evict(cache)
+    assert stage(cache, a) == (False, False, False)
+    assert cache.was_lost(a)
+    assert cache.take_writes() == []
+    assert allocator.num_free == 4
+    assert cache.reserve(b)
+    assert cache.reserve(a)
+    assert [w.adapter.name for w in cache.take_writes()] == ["b", "b", "a", "a"]  # from its first page again
+    assert cache.was_lost(a)
+    assert cache.acquire(a)
+    assert not cache.was_lost(a)
+    cache.release(a)
+    evict(cache)
+    assert not cache.was_lost(a)  # it was of use
+    assert cache.was_lost(b)
+
+
+def test_pages_available_counts_idle_ones_but_not_the_adapters_beside():
     _, cache = make(num_pages=11)
-    a, b = FakeAdapter("a", 3), FakeAdapter("b", 2)
-    use(cache, a)
+    a, b, c = FakeAdapter("a", 3), FakeAdapter("b", 2), FakeAdapter("c", 1)
+    use(cache, a, c)
+    load(cache, b)
     assert cache.acquire(b)
     assert cache.pages_available() == 8
-    assert cache.pages_available(beside=a) == 5
-    assert cache.pages_available(beside=b) == 8
-    assert cache.pages_available(beside=None) == 8
+    assert cache.pages_available(beside=(a,)) == 5
+    assert cache.pages_available(beside=(b,)) == 8
+    assert cache.pages_available(beside=(a, c, a)) == 4
 
 
-def test_pending_writes_are_listed_once_and_dropped_with_their_pages():
-    _, cache = make(num_pages=5)
-    a, b, c = (FakeAdapter(name) for name in "abc")
-    use(cache, a, b)
-    use(cache, c)  # takes a's pages before a was ever written
-    assert cache.take_pending_writes() == [(b, cache.pages_of(b)), (c, cache.pages_of(c))]
-    use(cache, b)
-    assert cache.take_pending_writes() == []
-    cache.evict_idle(100)
-    use(cache, b)
-    assert cache.take_pending_writes() == [(b, cache.pages_of(b))]
-
-
-def test_two_versions_of_one_name_coexist():
+def test_fetching_adapters_are_coming_until_something_else_is_said():
     _, cache = make()
-    old, new = FakeAdapter("a", digest="1" * 64), FakeAdapter("a", digest="2" * 64)
-    assert cache.acquire(old)
-    assert cache.acquire(new)
-    assert not set(cache.pages_of(old)) & set(cache.pages_of(new))
-    cache.drop(old)
-    assert cache.is_resident(old)
-    cache.release(old)
-    assert cache.residents() == [new]
-
-
-def test_drop_frees_an_idle_adapter_at_once_and_one_in_use_at_its_last_release():
-    allocator, cache = make()
-    a = FakeAdapter("a")
-    use(cache, a)
-    cache.drop(a)
-    assert allocator.num_free == allocator.num_total
-    b = FakeAdapter("b")
-    assert cache.acquire(b)
-    assert cache.acquire(b)
-    cache.drop(b)
-    cache.release(b)
-    assert cache.is_resident(b)
-    cache.release(b)
-    assert allocator.num_free == allocator.num_total
-    assert cache.evictions == 0
-    cache.check_integrity()
-
-
-def test_dropped_adapter_that_a_queued_request_acquires_again_goes_with_its_last_reference():
-    allocator, cache = make()
-    a = FakeAdapter("a")
-    cache.drop(a)
-    assert cache.acquire(a)
-    assert cache.take_pending_writes() == [(a, cache.pages_of(a))]
-    cache.release(a)
-    assert not cache.is_resident(a)
-    assert allocator.num_free == allocator.num_total
-
-
-def test_d13_load_unload_cycles_leave_pages_and_host_copies_as_at_start():
-    allocator, cache = make(num_pages=5)  # room for two
-    gone: list[weakref.ref[FakeAdapter]] = []
-    for i in range(20):
-        adapter = FakeAdapter(f"adapter-{i}")
-        assert cache.acquire(adapter)
-        if i % 2:
-            cache.drop(adapter)
-            cache.release(adapter)
-        else:
-            cache.release(adapter)
-            cache.drop(adapter)
-        assert (allocator.num_free, allocator.count(PageKind.ADAPTER)) == (4, 0)
-        assert cache.take_pending_writes() == []
-        cache.check_integrity()
-        gone.append(weakref.ref(adapter))
-    del adapter
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 20
-
-
-def test_pinned_adapter_stays_until_unpinned():
-    _, cache = make(num_pages=7, max_pinned_pages=4)
-    a, b = FakeAdapter("a"), FakeAdapter("b")
-    assert cache.pin(a)
-    assert cache.pin(a)
-    assert (cache.pinned_pages, cache.loads, cache.misses) == (2, 1, 0)
-    use(cache, a, b)
-    assert [cache.is_pinned(adapter) for adapter in (a, b)] == [True, False]
-    assert cache.evict_idle(100) == 2
-    assert cache.residents() == [a]
-    cache.check_integrity()
-    cache.unpin(a)
-    cache.unpin(a)
-    cache.check_integrity()
-    assert cache.evict_idle(100) == 2
-    assert cache.pinned_pages == 0
-
-
-def test_pin_of_an_adapter_in_use_outlives_its_release():
-    _, cache = make(num_pages=7, max_pinned_pages=2)
-    a = FakeAdapter("a")
-    assert cache.acquire(a)
-    assert cache.pin(a)
-    cache.release(a)
-    assert cache.evictable_pages == 0
-    assert cache.acquire(a)
-    cache.unpin(a)
-    assert cache.evictable_pages == 0
-    cache.release(a)
-    assert cache.evictable_pages == 2
-    cache.check_integrity()
-
-
-def test_pin_beyond_its_budget_is_refused_and_changes_nothing():
-    allocator, cache = make(num_pages=20, max_pinned_pages=3)
-    assert cache.pin(FakeAdapter("a"))
-    with pytest.raises(UserError, match="pinning adapter 'b'") as caught:
-        cache.pin(FakeAdapter("b"))
-    assert caught.value.reason == "pin_limit"
-    assert allocator.count(PageKind.ADAPTER) == cache.pinned_pages == 2
-
-
-def test_pin_without_room_is_false_and_changes_nothing():
-    _, cache = make(num_pages=4, max_pinned_pages=2)
-    a, b = FakeAdapter("a"), FakeAdapter("b")
-    assert cache.acquire(a)
-    assert not cache.pin(b)
-    assert cache.pinned_pages == 0
-    cache.check_integrity()
-
-
-def test_drop_undoes_a_pin_and_an_unloaded_adapter_cannot_be_pinned():
-    allocator, cache = make(max_pinned_pages=2)
-    a = FakeAdapter("a")
-    assert cache.pin(a)
-    cache.drop(a)
-    assert allocator.num_free == allocator.num_total
-    with pytest.raises(PoolIntegrityError, match="unloaded"):
-        cache.pin(a)
-    cache.check_integrity()
+    a, b = fakes("ab")
+    cache.set_fetching([a])
+    assert [cache.is_coming(x) for x in (a, b)] == [True, False]
+    cache.set_fetching([b])
+    assert [cache.is_coming(x) for x in (a, b)] == [False, True]
 
 
 def test_release_without_reference_and_pages_of_an_absent_adapter_raise():
@@ -264,16 +240,38 @@ def test_release_without_reference_and_pages_of_an_absent_adapter_raise():
     cache.check_integrity()
 
 
-@pytest.mark.parametrize(("cap", "pinned"), [(0, 0), (5, 6), (None, 11), (100, 11), (5, -1)])
-def test_caps_out_of_range_are_refused(cap: int | None, pinned: int):
-    with pytest.raises(ConfigError, match="max_adapter_pages"):
-        make(num_pages=11, max_adapter_pages=cap, max_pinned_pages=pinned)
+@pytest.mark.parametrize("cap", [0, -1])
+def test_cap_out_of_range_is_refused(cap: int):
+    with pytest.raises(ConfigError, match="max_adapter_pages must be at least 1"):
+        AdapterCache(PageAllocator(11), cap)
 
 
-@pytest.mark.parametrize("counter", ["_adapter_pages", "_idle_pages", "_pinned_pages"])
-def test_check_integrity_finds_a_wrong_counter(counter: str):
+def _miscount(cache: Any) -> None:
+    cache._adapter_pages += 1
+
+
+def _miscount_pins(cache: Any) -> None:
+    cache._pinned_pages += 1
+
+
+def _hide_an_idle_one(cache: Any) -> None:
+    cache.order.set_in_use(next(iter(cache.order)))
+
+
+def _forget_a_load(cache: Any) -> None:
+    cache._loading.clear()
+
+
+def _keep_a_dropped_one(cache: Any) -> None:
+    cache._dropped.update(cache.residents())
+
+
+@pytest.mark.parametrize("damage", [_miscount, _miscount_pins, _hide_an_idle_one, _forget_a_load, _keep_a_dropped_one])
+def test_check_integrity_finds_damage(damage):
     _, cache = make()
     use(cache, FakeAdapter("a"))
-    setattr(cache, counter, getattr(cache, counter) + 1)
+    assert cache.reserve(FakeAdapter("b"))
+    cache.check_integrity()
+    damage(cache)
     with pytest.raises(PoolIntegrityError):
         cache.check_integrity()

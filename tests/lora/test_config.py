@@ -91,8 +91,6 @@ def test_inert_fields_with_values_are_ignored():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True), ("lora_bias", True), ("bias", "all"), ("bias", "lora_only"), ("bias", True),
-        ("modules_to_save", ["lm_head"]), ("trainable_token_indices", {"embed_tokens": [1]}),
         ("layer_replication", [[0, 1]]), ("fan_in_fan_out", True), ("alora_invocation_tokens", [1, 2]),
         ("use_qalora", True), ("target_parameters", ["x"]), ("use_bdlora", {"a": 1}), ("arrow_config", {"a": 1}),
         ("kasa_config", {"beta": 1}), ("monteclora_config", {"a": 1}), ("never_heard_of", 3),
@@ -106,6 +104,44 @@ def test_d04_d07_what_changes_the_result_is_refused_by_name(field, value):
         parse(**{field: value})
     assert (caught.value.reason, caught.value.param) == ("unsupported_adapter_feature", field)
     assert caught.value.status == 400
+
+
+def test_features_are_read():
+    config = parse(
+        bias="lora_only", lora_bias=True, modules_to_save=["norm", "lm_head", "norm"], ensure_weight_tying=True,
+        trainable_token_indices={"lm_head": [3], "embed_tokens": [7, 5]},
+    )  # fmt: skip
+    assert (config.bias, config.lora_bias, config.use_dora, config.ensure_weight_tying) == (
+        "lora_only", True, False, True,
+    )  # fmt: skip
+    assert config.modules_to_save == ("lm_head", "norm")
+    assert config.trainable_token_indices == (("embed_tokens", (7, 5)), ("lm_head", (3,)))
+    assert parse(trainable_token_indices=[7, 5]).trainable_token_indices == (("embed_tokens", (7, 5)),)
+    assert parse(use_dora=True).use_dora
+
+
+def test_modules_to_save_match_by_the_bare_end_of_a_name():
+    paths = ["model.norm", "model.layers.3.input_layernorm", "lm_head", "model.embed_tokens"]
+    saved = {
+        entry: [config.saves(path) for path in paths]
+        for entry in ("norm", "model.norm", "layernorm", "lm_head", "tokens", "base_model.model.lm_head", "head.")
+        if (config := parse(modules_to_save=[entry]))
+    }
+    assert saved == {
+        "norm": [True, True, False, False],
+        "model.norm": [True, False, False, False],
+        "layernorm": [False, True, False, False],
+        "lm_head": [False, False, True, False],
+        "tokens": [False, False, False, True],
+        "base_model.model.lm_head": [False, False, True, False],
+        "head.": [False] * 4,
+    }
+    assert not parse().saves("lm_head")
+
+
+def test_dora_and_lora_bias_exclude_each_other_as_in_peft():
+    with pytest.raises(AdapterError, match="use_dora"):
+        parse(use_dora=True, lora_bias=True)
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica"])
@@ -122,7 +158,12 @@ def test_starts_that_leave_the_base_alone_are_fine(start):
         ("lora_alpha", 1e39), ("lora_alpha", 10**400), ("use_rslora", "true"), ("use_rslora", 1),
         ("rank_pattern", ["q_proj"]), ("rank_pattern", {"q_proj": 0}), ("rank_pattern", {"q_proj": None}),
         ("rank_pattern", {"(": 4}), ("rank_pattern", {"a{9999999999999}": 4}), ("alpha_pattern", {"q_proj": "1"}),
-        ("alpha_pattern", "q_proj"), ("init_lora_weights", 3),
+        ("alpha_pattern", "q_proj"), ("init_lora_weights", 3), ("bias", "some"), ("bias", True), ("bias", ["all"]),
+        ("use_dora", "true"), ("lora_bias", 1), ("ensure_weight_tying", "no"),
+        ("modules_to_save", {"lm_head": 1}), ("modules_to_save", ["lm_head", 3]), ("modules_to_save", [""]),
+        ("trainable_token_indices", [-1]), ("trainable_token_indices", [1.0]), ("trainable_token_indices", [True]),
+        ("trainable_token_indices", [5, 5]), ("trainable_token_indices", {"embed_tokens": 5}),
+        ("trainable_token_indices", {3: [5]}), ("trainable_token_indices", "5"),
     ],
 )  # fmt: skip
 def test_bad_values_name_their_field(field, value):
@@ -175,6 +216,11 @@ def test_canonical_json_covers_what_changes_the_result_and_nothing_else():
     assert base.canonical_json() == same.canonical_json()
     others = [
         parse(alpha_pattern={"b": 2, "a": 1}), parse(rank_pattern={"a": 1, "b": 2}), parse(), parse(r=4),
-        parse(lora_alpha=17), parse(use_rslora=True),
+        parse(lora_alpha=17), parse(use_rslora=True), parse(use_dora=True), parse(bias="all"), parse(lora_bias=True),
+        parse(bias="lora_only"), parse(modules_to_save=["norm"]), parse(ensure_weight_tying=True),
+        parse(trainable_token_indices=[1, 2]), parse(trainable_token_indices=[2, 1]),
+        parse(trainable_token_indices={"lm_head": [1, 2]}),
     ]  # fmt: skip
-    assert len({config.canonical_json() for config in [base, *others]}) == 7
+    assert len({config.canonical_json() for config in [base, *others]}) == 1 + len(others)
+    trained = [parse(modules_to_save=names).canonical_json() for names in (["a", "b"], ["b", "a"], ["b", "a", "b"])]
+    assert len(set(trained)) == 1

@@ -1,39 +1,20 @@
-"""Every case of the reference data either loads with PEFT's numbers or is refused by the name of its feature."""
+"""Every case of the reference data is read whole: the model with what was read in it computes PEFT's logits."""
 
 from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from multilora_jax.errors import AdapterError
-from multilora_jax.lora.packing import pack, unpack
-from multilora_jax.lora.weights import load_adapter
+from multilora_jax.lora.tensor_names import projection_path
+from multilora_jax.lora.weights import AdapterWeights, VocabWeights, load_adapter
 from multilora_jax.models.config import ModelConfig
+from tests.oracle import Oracle
 
-REFUSED = {
-    "bias_all": "bias",
-    "bias_lora_only": "bias",
-    "dora": "use_dora",
-    "dora_biased": "use_dora",
-    "dora_qv_rslora": "use_dora",
-    "embed_lm_head": "target_modules",
-    "embed_tied": "target_modules",
-    "embed_untied": "target_modules",
-    "file_bin": "lora_path",
-    "file_bin_bf16": "lora_path",
-    "lm_head_tied": "target_modules",
-    "lm_head_untied": "target_modules",
-    "lora_bias": "lora_bias",
-    "modules_to_save_embed": "modules_to_save",
-    "modules_to_save_lm_head": "modules_to_save",
-    "modules_to_save_norm": "modules_to_save",
-    "trainable_tokens": "trainable_token_indices",
-}
-"""Case to the field that the refusal blames."""
+CASES = sorted(path.name for path in (Path(__file__).parent.parent / "data" / "golden_tiny" / "cases").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -49,56 +30,92 @@ def base_config(golden_tiny):
     return read
 
 
-def expected_deltas(path, arguments: dict) -> dict[tuple[int, str], np.ndarray]:
-    """scale * B A of each module in float64, from the raw file and the arguments that LoraConfig was made with."""
+def with_adapter(oracle: Oracle, adapter: AdapterWeights) -> Oracle:
+    """Puts an adapter into the weights of a base, by the formulas of the papers; the base is changed."""
+    tensors = oracle.tensors
 
-    def pick(patterns: dict, name: str, default: float) -> float:
-        return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    def merge(name: str, a: np.ndarray, b: np.ndarray, scale: float, magnitude: np.ndarray | None) -> None:
+        merged = tensors[name] + scale * (b.astype(np.float64) @ a.astype(np.float64))
+        if magnitude is not None:
+            merged *= (magnitude / np.linalg.norm(merged, axis=1))[:, None]
+        tensors[name] = merged
 
-    raw, result = load_file(path), {}
-    for key in raw:
-        if key.endswith(".lora_A.weight"):
-            name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            a, b = raw[key].astype(np.float64), raw[key.replace("lora_A", "lora_B")].astype(np.float64)
-            r = pick(arguments.get("rank_pattern", {}), name, arguments["r"])
-            alpha = pick(arguments.get("alpha_pattern", {}), name, arguments["lora_alpha"])
-            assert len(a) == r
-            scale = alpha / np.sqrt(r) if arguments.get("use_rslora") else alpha / r
-            parts = name.split(".")
-            result[int(parts[2]), parts[-1]] = scale * (b @ a)
-    return result
-
-
-def test_all_cases_load_exactly_or_are_refused_by_name(golden_tiny, manifest, base_config):
-    refused = {}
-    for name, case in manifest["cases"].items():
-        try:
-            weights = load_adapter(str(golden_tiny / case["path"]), base_config(case["base"]), max_lora_rank=64)
-        except AdapterError as error:
-            refused[name] = (error.reason, error.param)
-            continue
-        wanted = expected_deltas(golden_tiny / case["path"] / "adapter_model.safetensors", case["lora_config"])
-        assert weights.a.keys() == weights.b.keys() == weights.scale.keys() == wanted.keys(), name
-        assert weights.rank == max(len(a) for a in weights.a.values()), name
-        for key, delta in wanted.items():
-            got = weights.scale[key] * (weights.b[key].astype(np.float64) @ weights.a[key].astype(np.float64))
-            np.testing.assert_allclose(got, delta, rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}")
-    assert refused == {
-        name: ("pickle_weights" if param == "lora_path" else "unsupported_adapter_feature", param)
-        for name, param in REFUSED.items()
-    }
+    for key, a in adapter.a.items():
+        name = projection_path(*key)
+        merge(f"{name}.weight", a, adapter.b[key], adapter.scale[key], adapter.magnitude.get(key))
+    for key, bias in adapter.bias.items():
+        tensors[f"{projection_path(*key)}.bias"] = bias.astype(np.float64)
+    for key, bias in adapter.lora_bias.items():
+        name = f"{projection_path(*key)}.bias"
+        tensors[name] = tensors.get(name, 0) + adapter.scale[key] * bias
+    for (layer, kind), norm in adapter.norms.items():
+        name = {"input": "input_layernorm", "post": "post_attention_layernorm"}[kind]
+        tensors[f"model.layers.{layer}.{name}.weight"] = norm.astype(np.float64)
+    if adapter.final_norm is not None:
+        tensors["model.norm.weight"] = adapter.final_norm.astype(np.float64)
+    for name, part in (("model.embed_tokens.weight", adapter.embed), ("lm_head.weight", adapter.head)):
+        if part is not None and part.rows is not None:
+            tensors[name] = tensors[name].copy()
+            tensors[name][part.row_ids] = part.rows
+    if (embed := adapter.embed) is not None and embed.a is not None and embed.b is not None:
+        table = tensors["model.embed_tokens.weight"] + embed.scale * (embed.b.astype(np.float64) @ embed.a).T
+        if embed.magnitude is not None:
+            table *= embed.magnitude / np.linalg.norm(table, axis=0)
+        tensors["model.embed_tokens.weight"] = table
+    if (head := adapter.head) is not None and head.a is not None and head.b is not None:
+        merge("lm_head.weight", head.a, head.b, head.scale, head.magnitude)
+        if head.lora_bias is not None:
+            tensors["lm_head.bias"] = head.scale * head.lora_bias
+    return oracle
 
 
-@pytest.mark.parametrize("case", ["rank_alpha_pattern", "headdim32_all", "mha_all", "layers_to_transform"])
-def test_cases_survive_packing(golden_tiny, manifest, base_config, case):
+@pytest.mark.parametrize("name", CASES)
+def test_d04_every_case_computes_what_peft_does(golden_tiny, manifest, base_config, name):
+    case = manifest["cases"][name]
+    adapter = load_adapter(
+        str(golden_tiny / case["path"]), base_config(case["base"]), max_lora_rank=64, base_name=case["base"]
+    )
+    oracle = with_adapter(Oracle.from_folder(golden_tiny / "bases" / case["base"]), adapter)
+    expected = load_file(golden_tiny / case["path"] / "expected.safetensors")
+    for i in range(3):
+        logits = oracle.logits(expected[f"prompt.{i}"].tolist())
+        assert np.abs(logits - expected[f"logits.{i}"]).max() < 1e-3
+    assert adapter.warnings == ()
+    assert adapter.vocab_size == 256
+    assert (adapter.tokenizer_folder, adapter.chat_template) == (None, None)
+
+
+def test_all_cases_are_there(manifest):
+    assert len(CASES) == 41
+    assert sorted(manifest["cases"]) == CASES
+
+
+def parts(part: VocabWeights | None) -> set[str]:
+    return set() if part is None else {name for name, value in vars(part).items() if isinstance(value, np.ndarray)}
+
+
+@pytest.mark.parametrize(
+    ("case", "embed", "head"),
+    [
+        ("embed_untied", {"a", "b", "row_ids", "rows"}, set()),
+        ("embed_tied", {"a", "b", "row_ids", "rows"}, {"row_ids", "rows"}),  # the frozen copy is both's
+        ("lm_head_untied", set(), {"a", "b", "row_ids", "rows"}),
+        ("lm_head_tied", {"row_ids", "rows"}, {"a", "b", "row_ids", "rows"}),
+        ("modules_to_save_embed", {"row_ids", "rows"}, {"row_ids", "rows"}),
+        ("modules_to_save_lm_head", set(), {"row_ids", "rows"}),
+        ("trainable_tokens", {"row_ids", "rows"}, set()),
+        ("qv", set(), set()),
+    ],
+)
+def test_parts_of_the_vocabulary(golden_tiny, manifest, base_config, case, embed, head):
     config = base_config(manifest["cases"][case]["base"])
-    weights = load_adapter(str(golden_tiny / "cases" / case), config, max_lora_rank=64)
-    geometry = config.geometry(num_pages=8, page_tokens=16, tp=2, dtype="float32")
-    modules = unpack(pack(weights, geometry, case, 1), geometry)
-    assert modules.keys() == weights.a.keys()
-    for key, (a, b) in modules.items():
-        np.testing.assert_array_equal(a, weights.a[key])
-        np.testing.assert_array_equal(b, weights.b[key])
+    adapter = load_adapter(str(golden_tiny / "cases" / case), config, max_lora_rank=64)
+    assert (parts(adapter.embed), parts(adapter.head)) == (embed, head)
+    assert adapter.a.keys() == adapter.b.keys() == adapter.scale.keys()
+    if case == "trainable_tokens":
+        assert adapter.embed is not None
+        assert adapter.embed.row_ids is not None
+        assert adapter.embed.row_ids.tolist() == [5, 31, 250]
 
 
 def test_shipped_adapters_fit_smollm2(configs):

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from multilora_jax.errors import AdapterError, NotFoundError, PermissionDeniedError, UserError
-from multilora_jax.lora.packing import HostAdapter
+from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.registry import AdapterRegistry
+from multilora_jax.lora.weights import load_adapter
 from multilora_jax.request import LoRARequest
 
 
@@ -62,7 +63,7 @@ def test_a_failed_replacement_keeps_the_old_version(registry, peft_folder):
 def test_the_owner_s_check_runs_before_anything_changes(make_registry, peft_folder, outcome):
     seen = []
 
-    def check(adapter: HostAdapter) -> None:
+    def check(adapter: Adapter) -> None:
         seen.append((adapter.name, names(registry)))
         if adapter.int_id == 2:
             raise UserError("no room", reason="no_room")
@@ -166,6 +167,74 @@ def test_unknown_name_without_any_adapter(make_registry):
         make_registry().get("a")
 
 
+def test_a_same_content_in_place_changes_nothing(make_registry, host, peft_folder, tmp_path):
+    replaced = []
+    registry = make_registry(on_replaced=replaced.append)
+    path = peft_folder("a")
+    first = registry.load(LoRARequest("a", 1, str(path)))
+    pages = host.get(first)
+    for call in (registry.load, registry.resolve, registry.register):
+        assert call(LoRARequest("a", 1, str(path), load_inplace=True)) is first
+    assert host.adapters() == [first]
+    assert host.get(first) is pages
+    assert replaced == []
+    copy = registry.load(LoRARequest("a", 1, str(shutil.copytree(path, tmp_path / "copy")), load_inplace=True))
+    assert registry.list() == [copy] == host.adapters()
+    assert replaced == [first]
+    assert copy.digest == first.digest
+
+
+def test_two_names_of_one_folder_are_two_adapters(registry, host, peft_folder):
+    path = str(peft_folder())
+    a, b = registry.load(LoRARequest("a", 1, path)), registry.load(LoRARequest("b", 2, path))
+    assert a is not b
+    assert host.get(a) is not host.get(b)
+    registry.remove("a")
+    assert host.adapters() == [b]
+
+
+def test_what_is_in_use_is_kept_until_it_is_not(make_registry, host, peft_folder, peft_tensors):
+    running, replaced = set(), []
+    registry = make_registry(in_use=running.__contains__, on_replaced=replaced.append)
+    first = registry.load(LoRARequest("a", 1, str(peft_folder("one"))))
+    running.add(first)
+    second = registry.load(LoRARequest("a", 1, str(peft_folder("two", peft_tensors(seed=1))), load_inplace=True))
+    assert replaced == [first]
+    assert host.adapters() == [first, second]
+    running.clear()
+    registry.forget(first)
+    registry.forget(first)
+    assert host.adapters() == [second]
+    running.add(second)
+    registry.remove("a")
+    assert host.adapters() == [second]
+    registry.forget(second)
+    assert (len(host), host.bytes) == (0, 0)
+
+
+def test_adapters_from_memory(registry, host, model_config, peft_folder, peft_tensors, outcome):
+    weights = [
+        load_adapter(str(peft_folder(str(seed), peft_tensors(seed=seed))), model_config, max_lora_rank=16)
+        for seed in range(2)
+    ]
+    first = registry.add("a", None, weights[0])
+    assert (first.name, first.int_id, first.path, first.digest) == ("a", 1, "", weights[0].digest)
+    assert registry.resolve(LoRARequest("a", 1)) is first
+    assert outcome(registry.add, "a", None, weights[1]) == "adapter_exists"
+    assert outcome(registry.add, "b", 1, weights[1]) == "lora_int_id_in_use"
+    assert outcome(registry.add, "base", None, weights[1]) == "name_is_base_model"
+    assert outcome(registry.add, "a\n", None, weights[1]) == "bad_lora_name"
+    assert host.adapters() == registry.list() == [first]
+    assert registry.add("a", None, weights[0], load_inplace=True) is first
+    second = registry.add("a", None, weights[1], load_inplace=True)
+    assert host.adapters() == registry.list() == [second]
+    assert (second.int_id, second.digest) == (1, weights[1].digest)
+    third = registry.load(LoRARequest("a", 1, str(peft_folder("0")), load_inplace=True))  # and from a file
+    assert host.adapters() == registry.list() == [third]
+    registry.remove("a")
+    assert (len(host), host.bytes) == (0, 0)
+
+
 @pytest.fixture
 def roots(make_registry, peft_folder, tmp_path):
     """A registry bound to tmp_path/root with the adapter root/ok, and an adapter outside."""
@@ -228,12 +297,15 @@ def test_d24_odd_paths_have_defined_answers(roots, monkeypatch, path, reason):
     caught.value.message.encode()  # can be sent
 
 
-def test_d13_nothing_stays_after_removal(registry, peft_folder):
+def test_d13_nothing_stays_after_removal(registry, host, peft_folder):
     path, kept = str(peft_folder()), []
     for i in range(20):
-        registry.load(LoRARequest(f"a{i}", 1, path))
-        kept.append(weakref.ref(registry.get(f"a{i}")))
+        adapter = registry.load(LoRARequest(f"a{i}", 1, path))
+        assert (len(host), host.bytes > 0) == (1, True)
+        kept.append(weakref.ref(adapter))
         registry.remove(f"a{i}")
+        assert (len(host), host.bytes) == (0, 0)  # though `adapter` is still here
+    del adapter
     gc.collect()
     assert [ref() for ref in kept] == [None] * 20
     assert registry._name_locks == {}

@@ -57,6 +57,13 @@ def test_saved_names_that_patterns_would_miss(model_config, peft_folder, peft_te
     assert not (tmp_path / "b").exists()
 
 
+def test_only_lora_of_projections_is_saved(model_config, peft_folder, peft_tensors, tmp_path):
+    raw = peft_tensors() | {"base_model.model.model.norm.weight": np.ones(64, np.float32)}
+    weights = load_adapter(str(peft_folder("a", raw, modules_to_save=["model.norm"])), model_config, max_lora_rank=8)
+    with pytest.raises(ValueError, match="final_norm"):
+        save_peft(weights, str(tmp_path / "b"))
+
+
 def test_saved_config_is_what_peft_reads(model_config, tmp_path):
     save_peft(random_adapter_weights(model_config, 4, ("v_proj",), lora_alpha=3), str(tmp_path))
     config = json.loads((tmp_path / "adapter_config.json").read_text())

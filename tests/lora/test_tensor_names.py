@@ -9,6 +9,7 @@ from multilora_jax.memory.geometry import MODULES
 
 BASE = "base_model.model."
 Q = f"{BASE}model.layers.3.self_attn.q_proj"
+EMBED, HEAD = f"{BASE}model.embed_tokens", f"{BASE}lm_head"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ Q = f"{BASE}model.layers.3.self_attn.q_proj"
 )
 def test_projections(key, path, adapter):
     name = classify(key)
-    assert (name.kind, name.layer, name.module) == (TensorKind.LORA_A, 3, "q_proj")
+    assert name.slot == (TensorKind.LORA_A, 3, "q_proj")
     assert (name.module_path, name.adapter) == (path, adapter)
     assert classify(key.replace("lora_A", "lora_B")).kind is TensorKind.LORA_B
 
@@ -36,29 +37,45 @@ def test_every_projection_has_its_block(module):
 
 
 @pytest.mark.parametrize(
-    ("key", "kind"),
+    ("key", "kind", "layer", "module", "adapter"),
     [
-        (f"{BASE}lm_head.lora_A.weight", TensorKind.VOCAB_LORA),
-        (f"{BASE}lm_head.base_layer.weight", TensorKind.VOCAB_LORA),
-        (f"{BASE}model.embed_tokens.lora_embedding_A", TensorKind.VOCAB_LORA),
-        (f"{BASE}model.embed_tokens.lora_embedding_B.default", TensorKind.VOCAB_LORA),
-        (f"{BASE}model.embed_tokens.base_layer.weight", TensorKind.VOCAB_LORA),
-        (f"{Q}.lora_magnitude_vector", TensorKind.DORA_MAGNITUDE),
-        (f"{Q}.lora_magnitude_vector.default.weight", TensorKind.DORA_MAGNITUDE),
-        (f"{Q}.lora_B.bias", TensorKind.LORA_BIAS),
-        (f"{Q}.base_layer.bias", TensorKind.BASE_BIAS),
-        (f"{Q}.bias", TensorKind.BASE_BIAS),
-        (f"{BASE}lm_head.weight", TensorKind.FULL_WEIGHT),
-        (f"{BASE}lm_head.modules_to_save.default.weight", TensorKind.FULL_WEIGHT),
-        (f"{BASE}model.embed_tokens.weight", TensorKind.FULL_WEIGHT),
-        (f"{BASE}model.norm.weight", TensorKind.FULL_WEIGHT),
-        (f"{BASE}model.layers.0.post_attention_layernorm.weight", TensorKind.FULL_WEIGHT),
-        (f"{Q}.weight", TensorKind.FULL_WEIGHT),
-        (f"{BASE}model.embed_tokens.token_adapter.trainable_tokens_delta", TensorKind.TRAINED_TOKENS),
+        (f"{HEAD}.lora_A.weight", TensorKind.LORA_A, -1, "lm_head", ""),
+        (f"{HEAD}.lora_B.bias", TensorKind.LORA_BIAS, -1, "lm_head", ""),
+        (f"{HEAD}.base_layer.weight", TensorKind.BASE_WEIGHT, -1, "lm_head", None),
+        (f"{EMBED}.lora_embedding_A", TensorKind.LORA_A, -1, "embed_tokens", ""),
+        (f"{EMBED}.lora_embedding_B.default", TensorKind.LORA_B, -1, "embed_tokens", "default"),
+        (f"{EMBED}.base_layer.weight", TensorKind.BASE_WEIGHT, -1, "embed_tokens", None),
+        (f"{EMBED}.original_module.weight", TensorKind.BASE_WEIGHT, -1, "embed_tokens", None),
+        (f"{EMBED}.token_adapter.base_layer.weight", TensorKind.BASE_WEIGHT, -1, "embed_tokens", None),
+        (f"{EMBED}.token_adapter.trainable_tokens_delta", TensorKind.TOKENS, -1, "embed_tokens", ""),
+        (f"{HEAD}.token_adapter.trainable_tokens_delta.default", TensorKind.TOKENS, -1, "lm_head", "default"),
+        (f"{EMBED}.lora_magnitude_vector", TensorKind.MAGNITUDE, -1, "embed_tokens", ""),
+        (f"{Q}.lora_magnitude_vector", TensorKind.MAGNITUDE, 3, "q_proj", ""),
+        (f"{Q}.lora_magnitude_vector.weight", TensorKind.MAGNITUDE, 3, "q_proj", ""),
+        (f"{Q}.lora_magnitude_vector.default", TensorKind.MAGNITUDE, 3, "q_proj", "default"),
+        (f"{Q}.lora_magnitude_vector.default.weight", TensorKind.MAGNITUDE, 3, "q_proj", "default"),
+        (f"{Q}.lora_B.bias", TensorKind.LORA_BIAS, 3, "q_proj", ""),
+        (f"{Q}.lora_B.default.bias", TensorKind.LORA_BIAS, 3, "q_proj", "default"),
+        (f"{Q}.base_layer.bias", TensorKind.BIAS, 3, "q_proj", None),
+        (f"{Q}.bias", TensorKind.BIAS, 3, "q_proj", None),
+        (f"{Q}.weight", TensorKind.WEIGHT, 3, "q_proj", None),
+        (f"{Q}.modules_to_save.weight", TensorKind.SAVED_WEIGHT, 3, "q_proj", ""),
+        (f"{HEAD}.weight", TensorKind.WEIGHT, -1, "lm_head", None),
+        (f"{HEAD}.modules_to_save.default.weight", TensorKind.SAVED_WEIGHT, -1, "lm_head", "default"),
+        (f"{EMBED}.weight", TensorKind.WEIGHT, -1, "embed_tokens", None),
+        (f"{BASE}embed_tokens.weight", TensorKind.WEIGHT, -1, "embed_tokens", None),
+        (f"{BASE}model.norm.weight", TensorKind.WEIGHT, -1, "norm", None),
+        (f"{BASE}model.norm.modules_to_save.weight", TensorKind.SAVED_WEIGHT, -1, "norm", ""),
+        (f"{BASE}model.layers.0.input_layernorm.weight", TensorKind.WEIGHT, 0, "input_layernorm", None),
+        (
+            f"{BASE}model.layers.7.post_attention_layernorm.weight",
+            TensorKind.WEIGHT, 7, "post_attention_layernorm", None,
+        ),
     ],
-)
-def test_kinds_that_are_not_served(key, kind):
-    assert classify(key).kind is kind
+)  # fmt: skip
+def test_every_kind_that_peft_writes(key, kind, layer, module, adapter):
+    name = classify(key)
+    assert (name.kind, name.layer, name.module, name.adapter) == (kind, layer, module, adapter)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +88,10 @@ def test_kinds_that_are_not_served(key, kind):
         f"{BASE}model.layers.9999999.self_attn.q_proj.lora_A.weight", f"{BASE}x.layers.0.mlp.up_proj.lora_A.weight",
         f"{BASE}model.layers.0.self_attn.qkv_proj.lora_A.weight", f"{BASE}model.visual.proj.lora_A.weight",
         f"{Q}.lora_embedding_A", f"{BASE}score.weight", f"{Q}.lora_A.weight\n",
+        f"{EMBED}.lora_A.weight", f"{EMBED}.lora_B.bias", f"{HEAD}.lora_embedding_A", f"{HEAD}.bias",
+        f"{BASE}model.lm_head.weight", f"{BASE}model.norm.bias", f"{BASE}model.norm.lora_A.weight",
+        f"{BASE}model.layers.0.norm.weight", f"{BASE}model.norm.base_layer.weight", f"{BASE}input_layernorm.weight",
+        f"{Q}.token_adapter.trainable_tokens_delta", f"{Q}.lora_magnitude_vector.a.b.weight",
     ],
 )  # fmt: skip
 def test_names_that_mean_nothing_here(key):

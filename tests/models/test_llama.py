@@ -51,13 +51,16 @@ class Runner:
         Returns:
             float32 logits of each decode [V], then of each chunk [n, V].
         """
-        batch: Any = empty_batch(SHAPE, BLOCK, table_width(MAX_LEN, self.spec.geometry))
-        ids, positions, slots, adapters = batch.token_ids_T, batch.positions_T, batch.slots_T, batch.adapter_T
+        slots_X = 2 if self.lora is not None else 0
+        batch: Any = empty_batch(SHAPE, BLOCK, table_width(MAX_LEN, self.spec.geometry), slots_X)
+        ids, positions, slots = batch.token_ids_T, batch.positions_T, batch.slots_T
         table, where = batch.table_SP, []
 
         def put(t, row, sequence, position, token, adapter):
             pages = self.pages[sequence]
-            ids[t], positions[t], adapters[t] = token, position, adapter
+            ids[t], positions[t] = token, position
+            if adapter >= 0:
+                batch.mix_SX[row, adapter] = 1
             slots[t] = pages[position // 16] * 16 + position % 16
             table[row, : len(pages)] = pages
 
@@ -106,7 +109,7 @@ def lora_rows(spec, adapters, num_rows=64):
                     scale[layer, MODULES.index(module), start : start + rank] = weights.scale[layer, module]
                 start += weights.rank + 3
         layers.append(LayerRows(**{name: jnp.asarray(x, spec.dtype) for name, x in arrays.items()}))
-    return LoRARows(layers, jnp.asarray(owner), jnp.asarray(scale))
+    return LoRARows(layers, jnp.asarray(owner), jnp.asarray(scale), jnp.zeros(scale.shape), None)
 
 
 def deltas_of(weights):

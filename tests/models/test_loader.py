@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from multilora_jax.models.base_tensors import BaseTensors
 from multilora_jax.models.checkpoint import expected_shapes
 from multilora_jax.models.config import ModelConfig, RopeConfig
 from multilora_jax.models.layers import LlamaSpec
@@ -19,7 +20,7 @@ from multilora_jax.models.rope import rope_tables
 
 def config(**changes) -> ModelConfig:
     sizes = {
-        "name": "tiny", "vocab_size": 50, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+        "name": "tiny", "vocab_size": 64, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": 16, "ffn_size": 96, "rms_norm_eps": 1e-5, "rope": RopeConfig(), "max_position_embeddings": 64,
         "attention_bias": True, "mlp_bias": True,
     }  # fmt: skip
@@ -140,10 +141,41 @@ def test_specs_have_the_structure_of_the_parameters(mesh):
     assert [s.keys() for s in specs["layers"]] == [p.keys() for p in params["layers"]]
 
 
-def test_a_vocabulary_that_shards_do_not_divide_is_replicated():
-    even, odd = ({r.name: r.spec for r in top_records(spec_of(config(vocab_size=size), tp=2))} for size in (50, 51))
-    assert even["embed"] == even["lm_head"] == jax.sharding.PartitionSpec("model", None)
-    assert odd["embed"] == odd["lm_head"] == jax.sharding.PartitionSpec()
+def test_the_vocabulary_ends_in_rows_of_zeros_that_the_shards_divide(mesh):
+    model = config(vocab_size=51)
+    spec = spec_of(model, tp=2)
+    assert {r.name: r.spec for r in top_records(spec)}["embed"] == jax.sharding.PartitionSpec("model", None)
+    checkpoint = FakeCheckpoint(model)
+    top = load_llama(spec, 32, mesh, checkpoint).params()["top"]
+    for name, source in (("embed", "model.embed_tokens.weight"), ("lm_head", "lm_head.weight")):
+        assert len(top[name]) == spec.geometry.vocab_rows > 51
+        assert len(top[name]) % spec.geometry.unit == 0
+        np.testing.assert_array_equal(top[name][:51], checkpoint.expected(source))
+        assert not np.asarray(top[name][51:]).any()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensors_can_be_read_back_by_their_names(mesh, tp):
+    model = config(vocab_size=51)
+    spec, checkpoint = spec_of(model, tp=tp), FakeCheckpoint(model)
+    base = BaseTensors(spec, load_llama(spec, 32, mesh, checkpoint).params())
+    for name in expected_shapes(model):
+        tensor = base.tensor(name)
+        assert tensor is not None
+        np.testing.assert_array_equal(tensor, checkpoint.expected(name), err_msg=name)
+    assert base.tensor("model.layers.0.mlp.gate_proj.nothing") is None
+
+
+def test_a_tied_head_is_the_embedding(mesh):
+    model = config(tie_word_embeddings=True, attention_bias=False)
+    spec, checkpoint = spec_of(model, dtype="bfloat16"), FakeCheckpoint(model)
+    base = BaseTensors(spec, load_llama(spec, 32, mesh, checkpoint).params())
+    head = base.tensor("lm_head.weight")
+    assert head is not None
+    assert head.dtype == np.float32  # of what is served: rounded
+    rounded = checkpoint.expected("model.embed_tokens.weight").astype("bfloat16").astype(np.float32)
+    np.testing.assert_array_equal(head, rounded)
+    assert base.tensor("model.layers.0.self_attn.q_proj.bias") is None
 
 
 def test_dummy_weights_follow_the_seed(mesh):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from multilora_jax.lora.deltas import to_deltas
 from multilora_jax.lora.packing import pack, unpack
 from multilora_jax.lora.synthetic import random_adapter_weights
 from multilora_jax.memory.geometry import MODULES
@@ -24,6 +25,13 @@ BUFFERS = {
     "o_proj": ("a_o", 0, "b_o"), "gate_proj": ("a_gate_up", 0, "b_gate"), "up_proj": ("a_gate_up", 1, "b_up"),
     "down_proj": ("a_down", 0, "b_down"),
 }  # fmt: skip
+
+
+class NoBase:
+    """Plain LoRA is the same on every base."""
+
+    def tensor(self, name):
+        raise AssertionError(name)
 
 
 def spec_of(dtype):
@@ -45,7 +53,8 @@ def test_rows_arrive_where_they_belong(dtype):
     ranks = {(layer, module): int(rng.integers(1, 17)) for layer in range(3) for module in MODULES}
     del ranks[1, "k_proj"], ranks[2, "up_proj"]
     adapters = [
-        pack(random_adapter_weights(CONFIG, rank, seed=i), geometry, str(i), i + 1) for i, rank in enumerate([ranks, 5])
+        pack(to_deltas(random_adapter_weights(CONFIG, rank, seed=i), CONFIG, NoBase(), geometry.vocab_rows), geometry)
+        for i, rank in enumerate([ranks, 5])
     ]
     pool = rng.integers(1, 1000, (3, 64, 1024)).astype(geometry.storage_dtype)
     free = rng.permutation(np.arange(1, 64)).tolist()
@@ -53,11 +62,13 @@ def test_rows_arrive_where_they_belong(dtype):
     insert = jax.jit(insert_rows, static_argnums=0)
     wanted, touched = {}, set()
     for adapter, start in zip(adapters, (8, 0), strict=True):
-        page_ids = [free.pop() for _ in range(adapter.num_pages)]
+        layout = adapter.layout
+        page_ids = [free.pop() for _ in range(layout.num_pages)]
         pool[:, page_ids] = adapter.pages[:, :, 0].swapaxes(0, 1)
-        modules = unpack(adapter, geometry)
-        for first in range(0, adapter.rank, BLOCK):
-            a_units, b_units = units(geometry, adapter, page_ids, first)
+        deltas = unpack(adapter, geometry)
+        modules = {key: (a, deltas.b[key]) for key, a in deltas.a.items()}
+        for first in range(0, layout.num_rows, BLOCK):
+            a_units, b_units = units(geometry, layout, page_ids, first)
             layers = insert(spec, layers, pool, a_units, b_units, np.int32(start + first))
             touched |= set(range(start + first, start + first + BLOCK))
             for key, (a, b) in modules.items():

@@ -55,9 +55,10 @@ class Problem:
     def run(self, features_first, **options):
         """Per module [T, O], by the operations under test."""
         a_MRI, b, owner_R, scale_MR = self.rows(**options)
-        weight_MRT = np.where(owner_R[None, :, None] == self.adapter_T, scale_MR[:, :, None], 0).astype(np.float32)
+        mix_RT = (owner_R[:, None] == self.adapter_T).astype(np.float32)
         x = self.x_TI.T if features_first else self.x_TI
-        s = jax.jit(lora_shrink, static_argnames="features_first")(x, a_MRI, weight_MRT, features_first=features_first)
+        shrink = jax.jit(lora_shrink, static_argnames="features_first")
+        s = shrink(x, a_MRI, scale_MR, mix_RT, features_first=features_first)
         assert s.dtype == self.dtype
         out = [lora_expand(s[m], jnp.asarray(b[m]), features_first=features_first) for m in range(len(b))]
         assert all(y.dtype == jnp.float32 for y in out)
@@ -126,26 +127,66 @@ def test_a_token_of_another_adapter_may_overflow(features_first):
 def test_a_sharded_input_is_summed(features_first):
     problem = Problem([4, 8], [0, 1, -1, 1, 0], 32, (16, 24), "float32")
     a_MRI, _, owner_R, scale_MR = problem.rows()
-    weight_MRT = jnp.where(owner_R[None, :, None] == problem.adapter_T, scale_MR[:, :, None], 0.0)
+    mix_RT = jnp.asarray(owner_R[:, None] == problem.adapter_T, jnp.float32)
     x = problem.x_TI.T if features_first else problem.x_TI
-    whole = lora_shrink(jnp.asarray(x), jnp.asarray(a_MRI), weight_MRT, features_first=features_first)
+    const_MR = jnp.asarray(scale_MR > 1, jnp.float32)  # added once, however many shards there are
+    whole = lora_shrink(jnp.asarray(x), jnp.asarray(a_MRI), scale_MR, mix_RT, const_MR, features_first=features_first)
     axis = 0 if features_first else 1
 
     def shard(x, a):
-        return lora_shrink(x, a, weight_MRT, features_first=features_first, axis_name="model")
+        return lora_shrink(x, a, scale_MR, mix_RT, const_MR, features_first=features_first, axis_name="model")
 
     parts = jax.vmap(shard, axis_name="model")(np.stack(np.split(x, 4, axis)), np.stack(np.split(a_MRI, 4, 2)))
     for part in parts:
         np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("features_first", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mix_is_the_sum_of_scaled_deltas(dtype, features_first):
+    problem = Problem([4, 8, 3], [0, 0, 0, 0], 32, (16, 24), dtype, padding=2)
+    a_MRI, b, owner_R, scale_MR = problem.rows(foreign_a=np.nan)
+    mix_TX = np.array([[1, 0, 0], [0.5, -2, 0], [0, 0, 0], [0.25, 1, 3]], np.float32)
+    mix_RT = np.where(owner_R[:, None] >= 0, mix_TX.T[np.maximum(owner_R, 0)], 0)
+    x = problem.x_TI.T if features_first else problem.x_TI
+    s = lora_shrink(jnp.asarray(x), a_MRI, scale_MR, mix_RT, features_first=features_first)
+    for m in range(2):
+        out = np.asarray(lora_expand(s[m], jnp.asarray(b[m]), features_first=features_first))
+        one_by_one = [
+            lora_delta_reference(problem.x_TI, problem.a[m], problem.b[m], problem.scale[m], np.full(4, i))
+            for i in range(3)
+        ]
+        wanted = np.einsum("tx,xto->to", mix_TX, one_by_one)
+        bound = (1e-5 if dtype == "float32" else 3e-2) * np.abs(one_by_one).sum(0).max() * 4
+        assert np.abs((out.T if features_first else out) - wanted).max() <= bound
+        assert not (out.T if features_first else out)[2].any()
+
+
+@pytest.mark.parametrize("features_first", LAYOUTS)
+def test_a_constant_row_is_a_bias_and_its_row_of_a_is_never_read(features_first):
+    problem = Problem([4, 1], [0, 1, -1, 0], 32, (16,), "float32")
+    a_MRI, b, owner_R, scale_MR = problem.rows()
+    a_MRI[0, 4], scale_MR[0, 4] = np.nan, 0
+    const_MR = np.array([[0, 0, 0, 0, 1]], np.float32)
+    mix_RT = np.where(owner_R[:, None] == problem.adapter_T, 0.5, 0).astype(np.float32)
+    x = problem.x_TI.T if features_first else problem.x_TI
+    s = lora_shrink(jnp.asarray(x), a_MRI, scale_MR, mix_RT, const_MR, features_first=features_first)
+    out = np.asarray(lora_expand(s[0], jnp.asarray(b[0]), features_first=features_first))
+    out = out.T if features_first else out
+    np.testing.assert_allclose(out[1], 0.5 * b[0][:, 4], rtol=1e-6)
+    assert not out[2].any()
+    problem.scale[0, 0] *= 0.5
+    wanted = lora_delta_reference(problem.x_TI, problem.a[0], problem.b[0], problem.scale[0], [0, -1, -1, 0])
+    np.testing.assert_allclose(out[[0, 3]], wanted[[0, 3]], rtol=1e-4, atol=1e-4)
+
+
 def test_both_are_differentiable():
     problem = Problem([4, 8], [0, 1, -1, 1], 32, (16,), "float32")
     a_MRI, b, owner_R, scale_MR = problem.rows()
-    weight_MRT = jnp.where(owner_R[None, :, None] == problem.adapter_T, scale_MR[:, :, None], 0.0)
+    mix_RT = jnp.asarray(owner_R[:, None] == problem.adapter_T, jnp.float32)
 
     def loss(a_MRI, b_OR):
-        s = lora_shrink(jnp.asarray(problem.x_TI), a_MRI, weight_MRT, features_first=False)
+        s = lora_shrink(jnp.asarray(problem.x_TI), a_MRI, scale_MR, mix_RT, features_first=False)
         return jnp.sum(lora_expand(s[0], b_OR, features_first=False) ** 2)
 
     check_grads(loss, (jnp.asarray(a_MRI), jnp.asarray(b[0])), order=1, modes=["rev"], rtol=2e-2)

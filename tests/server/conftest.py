@@ -10,6 +10,9 @@ import pytest
 from tests.server.fake_engine import GOLDEN, FakeEngine
 from tests.server.harness import Server
 
+ADAPTERS = {"all": "cases/all_linear", "attn": "cases/attn_only", "ranks": "cases/rank_alpha_pattern"}
+"""The adapters of `real`: name to folder in golden_tiny."""
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -41,3 +44,14 @@ def make_server(adapter_paths) -> Iterator[Callable[..., Server]]:
 @pytest.fixture
 def server(make_server) -> Server:
     return make_server()
+
+
+@pytest.fixture(scope="session")
+def real(configs):
+    """A warmed-up server over the real engine, with ADAPTERS on the tied base of golden_tiny."""
+    from tests.server.real_server import RealServer  # brings jax, which most tests here do without
+
+    modules = {name: str(GOLDEN / path) for name, path in ADAPTERS.items()}
+    server = RealServer("tied", configs / "tiny_model", lora_modules=modules)
+    yield server
+    server.close()

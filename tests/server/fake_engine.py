@@ -6,7 +6,9 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -16,19 +18,17 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.detokenizer import IncrementalDetokenizer
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.errors import UserError
-from multilora_jax.lora.packing import HostAdapter
-from multilora_jax.lora.registry import AdapterRegistry
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.request import (
     CompletionOutput,
     FinishReason,
     Logprob,
-    LoRARequest,
     RequestMetrics,
     RequestOutput,
     SamplingParams,
 )
 from multilora_jax.tokenizer import Tokenizer, _byte_level_alphabet
+from tests.server.fake_adapters import FakeAdapters
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_tiny"
 BOS, EOS, VOCAB_SIZE = 256, 257, 258
@@ -51,31 +51,46 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
 
 
 class _Request:
-    def __init__(self, request_id, prompt_ids, params, adapter, forced, tokenizer):
+    def __init__(self, request_id, prompt_ids, params, adapters, scales, forced, tokenizer):
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
-        self.adapter = adapter
+        self.adapters = adapters
+        self.scales = scales
         self.forced = forced
         self.output_ids: list[int] = []
         self.detokenizer = IncrementalDetokenizer(tokenizer, params)
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
 
+    @property
+    def voice(self) -> str:
+        """Who answers, spelled out: "base", "NAME", or "NAME*SCALE+NAME*SCALE"."""
+        if not self.adapters:
+            return "base"
+        if self.scales == [1.0]:
+            return self.adapters[0].name
+        return "+".join(f"{a.name}*{scale:g}" for a, scale in zip(self.adapters, self.scales, strict=True))
 
-class FakeEngine:
+
+class FakeEngine(FakeAdapters):
     """Generates `script[prompt text]` where the test wrote one, else "NAME:abcdefgh..." without end.
 
     Attributes:
         script: prompt text (without special tokens) to the bytes of the answer; an end of sequence follows them.
         step_seconds: time that a step takes.
         fail_step: raised by the next step.
+        give_up: name of an adapter to why the requests that wait for it end with an error.
         gate: steps wait while it is cleared.
         newest_first: serve the newest requests first.
     """
 
     def __init__(self, *, max_model_len=128, max_num_seqs=8, step_seconds=0.0, tokenizer=None, **config):
-        self.config = EngineConfig(model="fake", served_model_name="base", **config)
-        self.tokenizer = tokenizer or byte_tokenizer()
+        hf = json.loads((GOLDEN / "bases" / "tied" / "config.json").read_text())
+        super().__init__(
+            EngineConfig(model="fake", served_model_name="base", **config),
+            ModelConfig.from_hf({**hf, "vocab_size": VOCAB_SIZE}, "tiny", None),
+            tokenizer or byte_tokenizer(),
+        )
         self.base_name = self.config.base_name
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -83,54 +98,36 @@ class FakeEngine:
         self.newest_first = False
         self.script: dict[str, bytes] = {}
         self.fail_step: BaseException | None = None
+        self.give_up: dict[str, UserError] = {}
         self.gate = threading.Event()
         self.gate.set()
-        hf = json.loads((GOLDEN / "bases" / "tied" / "config.json").read_text())
-        self.model_config = ModelConfig.from_hf({**hf, "vocab_size": VOCAB_SIZE}, "tiny", None)
-        geometry = self.model_config.geometry(64, PAGE_TOKENS, 1, "float32")
-        self.registry = AdapterRegistry(
-            self.model_config, geometry, self.config.max_lora_rank, self.config.adapter_roots, base_names=["base"]
-        )
-        for i, (name, path) in enumerate(self.config.lora_modules.items()):
-            self.registry.load(LoRARequest(name, i + 1, path), trusted=True)
         self.requests: dict[str, _Request] = {}
         self.params_seen: list[SamplingParams] = []
         self.counts = EngineStats()
-
-    # ---- any thread
-
-    def add_lora(self, request: LoRARequest) -> HostAdapter:
-        return self.registry.load(request)
-
-    def remove_lora(self, name: str) -> None:
-        self.registry.remove(name)
-
-    def list_loras(self) -> list[HostAdapter]:
-        return self.registry.list()
-
-    def lora_request(self, name: str) -> LoRARequest:
-        adapter = self.registry.get(name)
-        return LoRARequest(name, adapter.int_id, adapter.path)
 
     # ---- engine thread
 
     def add_request(self, request_id, prompt, params, lora_request=None, priority=0):
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt or [])
+        adapters = self.adapters_of(lora_request)
+        assert all(adapter.version is not None for adapter in adapters), "not prepared"
+        asked = lora_request if isinstance(lora_request, list) else [lora_request]
+        tokenizer = self.tokenizer_for(lora_request)
+        ids: Any = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else list(prompt or [])
         if not ids:
             raise UserError("empty prompt", reason="empty_prompt", param="prompt")
-        if not all(0 <= i < VOCAB_SIZE for i in ids):
+        if not all(0 <= i < self.vocab_limit(lora_request) for i in ids):
             raise UserError("token id out of range", reason="bad_token_id", param="prompt")
         if len(ids) >= self.max_model_len:
             raise UserError("too long", reason="context_length_exceeded", param="prompt")
-        adapter = self.registry.resolve(lora_request) if lora_request is not None else None
-        text = self.tokenizer.decode(ids)
+        text = tokenizer.decode(ids) if tokenizer else ""
         if text == "BUG":
             raise TypeError("a bug in add_request")
         forced = self.script.get(text)
         self.params_seen.append(params)
-        self.requests[request_id] = _Request(request_id, ids, params, adapter, forced, self.tokenizer)
+        scales = [request.scale for request in asked if request is not None]
+        self.requests[request_id] = _Request(request_id, ids, params, adapters, scales, forced, tokenizer)
         self.counts.prompt_tokens += len(ids)
 
     def abort_request(self, request_id: str) -> bool:
@@ -152,26 +149,30 @@ class FakeEngine:
         running = list(self.requests.values())[: self.max_num_seqs]
         waiting = list(self.requests.values())[self.max_num_seqs :]
         kv = sum(-(-(len(r.prompt_ids) + len(r.output_ids)) // PAGE_TOKENS) for r in running)
-        names = [r.adapter.name for r in running if r.adapter], [r.adapter.name for r in waiting if r.adapter]
-        by_name = [{name: group.count(name) for name in group} for group in names]
+        by_name = [Counter(a.name for r in group for a in r.adapters) for group in (running, waiting)]
         return EngineStats(
             num_running=len(running), num_waiting=len(waiting),
             running_by_adapter=by_name[0], waiting_by_adapter=by_name[1],
             pages_total=PAGES, pages_kv=kv, pages_free=PAGES - kv,
             prompt_tokens=self.counts.prompt_tokens, generation_tokens=self.counts.generation_tokens,
-            steps=self.counts.steps,
-            resident=[(a.name, a.rank, False) for a in {r.adapter for r in running if r.adapter}],
+            steps=self.counts.steps, tiers=self.tiers(), registered_adapters=len(self.list_loras()),
+            host_adapters=len(self.host), host_adapter_bytes=self.host.bytes, host_evictions=self.host.evictions,
         )  # fmt: skip
 
     def _next_token(self, request: _Request) -> int:
         n = len(request.output_ids)
         if request.forced is not None:
             return request.forced[n] if n < len(request.forced) else EOS
-        name = (request.adapter.name if request.adapter else "base").encode() + b":"
+        name = request.voice.encode() + b":"
         return name[n] if n < len(name) else ord("a") + (n - len(name)) % 26
 
     def _advance(self, request: _Request) -> RequestOutput:
         params, now = request.params, time.monotonic()
+        for adapter in request.adapters:
+            if adapter.name in self.give_up:
+                return self._given_up(request, self.give_up[adapter.name])
+            if adapter in self.list_loras():
+                self.resident[adapter] = None
         request.metrics.first_scheduled_time = request.metrics.first_scheduled_time or now
         request.metrics.first_token_time = request.metrics.first_token_time or now
         token = self._next_token(request)
@@ -198,16 +199,23 @@ class FakeEngine:
             logprobs=None if params.logprobs is None else [self._table(t, params.logprobs) for t in outputs],
             finish_reason=reason and reason.value, stop_reason=stop_reason,
         )  # fmt: skip
+        digests = tuple(adapter.digest for adapter in request.adapters if adapter.digest)
         about_prompt = None
         if params.prompt_logprobs is not None:
             about_prompt = [None, *(self._table(t, params.prompt_logprobs) for t in request.prompt_ids[1:])]
         return RequestOutput(
             request.request_id, None, request.prompt_ids, about_prompt, [completion], reason is not None,
-            metrics=request.metrics, adapter_digest=request.adapter and request.adapter.digest,
+            metrics=request.metrics, adapter_digest=digests[0] if len(digests) == 1 else None, adapter_digests=digests,
         )  # fmt: skip
+
+    def _given_up(self, request: _Request, error: UserError) -> RequestOutput:
+        del self.requests[request.request_id]
+        completion = CompletionOutput(0, "", [], finish_reason=FinishReason.ERROR.value)
+        return RequestOutput(request.request_id, None, request.prompt_ids, None, [completion], True, error=error)
 
     def _table(self, token: int, count: int) -> dict[int, Logprob]:
         """The token with probability 1/2, then its successors with 1/4, 1/8, ...; the last of 2 or more is -inf."""
+        assert self.tokenizer is not None
         table = {token: Logprob(-math.log(2), 1, self.tokenizer.token_text(token))}
         for k in range(1, count):
             other = (token + k) % VOCAB_SIZE

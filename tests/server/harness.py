@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.server.app import create_app
@@ -92,6 +93,20 @@ async def wait_for(condition: Callable[[], bool], seconds: float = 2.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "not within the time allowed"
         await asyncio.sleep(0.01)
+
+
+async def figures(server: Server) -> dict[str, dict[tuple, float]]:
+    """Sample name to its label sets (without model_name, which is checked) and values."""
+    response = await server.client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    found: dict[str, dict[tuple, float]] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "base"
+            found.setdefault(sample.name, {})[tuple(sorted(labels.items()))] = sample.value
+    return found
 
 
 def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,9 +35,11 @@ async def test_models_lists_the_base_and_then_the_adapters(server, adapter_paths
     assert first["id"] == "adapter-a"
     assert first["root"] == adapter_paths["adapter-a"]
     assert first["parent"] == "base"
-    assert first["rank"] == 8
-    assert len(first["digest"]) == 64
-    assert first["state"] == "host"
+    assert (first["rank"], first["digest"], first["state"], first["pinned"]) == (None, None, "registered", False)
+    response = await server.post(LOAD, {"lora_name": "new", "lora_path": PATHS[0]})
+    card = (await server.client.get("/v1/models")).json()["data"][-1]
+    assert response.json() == card
+    assert (card["id"], card["rank"], len(card["digest"]), card["state"]) == ("new", 8, 64, "host")
 
 
 async def test_models_tells_a_resident_adapter(make_server):
@@ -46,7 +48,7 @@ async def test_models_tells_a_resident_adapter(make_server):
     await wait_for(lambda: bool(server.engine.requests))
     cards = (await server.client.get("/v1/models")).json()["data"]
     assert {card["id"]: card.get("state") for card in cards} == {
-        "base": None, "adapter-a": "host", "adapter-b": "resident",
+        "base": None, "adapter-a": "registered", "adapter-b": "resident",
     }  # fmt: skip
     await call
 
@@ -107,7 +109,7 @@ async def test_load_use_unload(make_server):
         ({"lora_path": PATHS[0]}, 400, "lora_name"),
         ({"lora_name": "new"}, 400, "lora_path"),
         ({"lora_name": 5, "lora_path": PATHS[0]}, 400, "lora_name"),
-        ({"lora_name": "new", "lora_path": PATHS[0], "pinned": True}, 400, "pinned"),
+        ({"lora_name": "new", "lora_path": PATHS[0], "pinned": 1}, 400, "pinned"),
         ({"lora_name": "new", "lora_path": PATHS[0], "load_in_place": True}, 400, "load_in_place"),
         ({"lora_name": "new", "lora_path": str(GOLDEN / "nowhere")}, 404, "lora_path"),
         ({"lora_name": "new", "lora_path": str(GOLDEN / "cases" / "rank_pattern" / "adapter_config.json")}, None, None),
@@ -143,10 +145,12 @@ async def test_paths_outside_the_allowed_roots_are_403(make_server):
 
 async def test_load_inplace_replaces_the_content(server):
     old = (await server.complete(model="adapter-a"))["system_fingerprint"]
+    int_ids = [adapter.int_id for adapter in server.engine.list_loras()]
     body = {"lora_name": "adapter-a", "lora_path": PATHS[1], "load_inplace": True}
     assert (await server.post(LOAD, body)).status_code == 200
     assert await names(server) == ["base", "adapter-a", "adapter-b"]
     assert (await server.complete(model="adapter-a"))["system_fingerprint"] != old
+    assert [adapter.int_id for adapter in server.engine.list_loras()] == int_ids
 
 
 async def test_bad_unloads(server):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 from starlette.routing import Route
 
+from multilora_jax.server.adapters import management
 from multilora_jax.server.auth import OPEN_PATHS, is_loopback
 
 pytestmark = pytest.mark.anyio
 
 API, ADMIN = "sk-api", "sk-admin"
-MANAGEMENT = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+MANAGEMENT = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter",
+    "/load_lora_adapter", "/unload_lora_adapter",
+)  # fmt: skip
 INFERENCE = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"))
 
 
@@ -54,11 +58,21 @@ async def test_d26_management_needs_the_admin_key(make_server):
         assert not {401, 403} & set(got[2:])
 
 
-async def test_d26_the_admin_can_load_and_unload(make_server, adapter_paths):
+async def test_d26_every_route_that_changes_something_is_a_management_route(make_server):
+    """A new route must be added to one of the lists above, and to the other if it is not inference."""
+    found = {route.path for route in management.routes if isinstance(route, Route)}
+    assert found == set(MANAGEMENT)
+    changing = {(method, path) for method, path in routes(make_server()) if method not in ("GET", "HEAD")}
+    assert changing == {("POST", path) for path in MANAGEMENT} | {("POST", p) for m, p in INFERENCE if m == "POST"}
+
+
+async def test_d26_the_admin_can_manage(make_server, adapter_paths):
     server = make_server(api_keys=(API,), admin_keys=(ADMIN,), lora_modules={})
     load = {"lora_name": "a", "lora_path": adapter_paths["adapter-a"]}
-    unload = {"lora_name": "a"}
-    for path, body in zip(MANAGEMENT, (load, unload), strict=True):
+    order = ("/v1/load", "/v1/pin", "/v1/unpin", "/v1/unload", "/load", "/unload")
+    assert sorted(f"{start}_lora_adapter" for start in order) == sorted(MANAGEMENT)
+    for start in order:
+        path, body = f"{start}_lora_adapter", load if start.endswith("/load") else {"lora_name": "a"}
         assert (await server.client.post(path, json=body, headers=bearer(API))).status_code == 403
         assert (await server.client.post(path, json=body, headers=bearer(ADMIN))).status_code == 200
 

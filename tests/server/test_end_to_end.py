@@ -10,64 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from multilora_jax.async_engine import AsyncEngine
-from multilora_jax.config import EngineConfig
-from multilora_jax.engine.llm_engine import LLMEngine
-from multilora_jax.server.app import create_app
+from tests.server.conftest import ADAPTERS
 from tests.server.fake_engine import GOLDEN
 from tests.server.harness import joined, listening, parse_events, wait_for
+from tests.server.real_server import COMPLETIONS
 
 pytestmark = pytest.mark.anyio
 
-CASES = {
-    "base": "bases/tied",
-    "all": "cases/all_linear",
-    "attn": "cases/attn_only",
-    "ranks": "cases/rank_alpha_pattern",
-}
+CASES = {"base": "bases/tied", **ADAPTERS}
 EXTRA = str(GOLDEN / "cases" / "rslora")
-COMPLETIONS = "/v1/completions"
-
-
-class Real:
-    """The app over a real engine; `client` calls it in process."""
-
-    def __init__(self, engine: LLMEngine):
-        self.engine = engine
-        self.async_engine = AsyncEngine(engine)
-        self.app = create_app(self.async_engine, engine.config)
-
-    @property
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://test", timeout=60)
-
-    async def complete(self, model, prompt, **fields):
-        async with self.client as client:
-            response = await client.post(COMPLETIONS, json={"model": model, "prompt": prompt, **fields})
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def free_of_requests(self) -> bool:
-        stats = self.engine.stats()
-        return (stats.num_running, stats.num_waiting, stats.pages_kv) == (0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def real(configs):
-    config = EngineConfig.from_dict(
-        {
-            "model": str(GOLDEN / "bases" / "tied"), "served_model_name": "base", "dtype": "float32",
-            "tokenizer": str(configs / "tiny_model"), "max_model_len": 256, "pool_pages": 120, "max_num_seqs": 4,
-            "max_num_batched_tokens": 32, "max_rank_rows": 64,
-            "lora_modules": {name: str(GOLDEN / path) for name, path in CASES.items() if name != "base"},
-        }
-    )  # fmt: skip
-    engine = LLMEngine(config, progress=False)
-    engine.warm_up()
-    server = Real(engine)
-    yield server
-    server.async_engine.shutdown(drain=False)
-    engine.check_integrity()
 
 
 @pytest.fixture(scope="module")

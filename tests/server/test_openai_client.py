@@ -77,6 +77,19 @@ def test_extra_fields(client):
     assert EOS not in answer.choices[0].token_ids
 
 
+def test_mixes(client):
+    lora = [{"name": "adapter-a", "scale": 0.5}, {"name": "adapter-b", "scale": 0.5}]
+    answer = client.completions.create(model="base", prompt="ho", max_tokens=40, extra_body={"lora": lora})
+    assert answer.choices[0].text.startswith("adapter-a*0.5+adapter-b*0.5:")
+    assert (answer.model, [entry["name"] for entry in answer.adapters]) == ("base", ["adapter-a", "adapter-b"])
+    assert answer.system_fingerprint.startswith("mix-")
+    chat = client.chat.completions.create(model="base", messages=MESSAGES, extra_body={"lora": lora[:1]})
+    assert chat.choices[0].message.content == "chat answer 😀"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="adapter-a", prompt="ho", extra_body={"lora": lora})
+    assert reason(caught.value) == "ambiguous_lora"
+
+
 def test_errors_map_to_the_client_s_classes(client, base_url):
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="adaptr-a", messages=MESSAGES, stream=True)

@@ -170,7 +170,7 @@ async def test_d21_a_request_id_is_short_and_printable(server):
         ("n", 2), ("best_of", 2), ("suffix", "x"), ("logit_bias", {"1": 2}), ("presence_penalty", 0.5),
         ("frequency_penalty", 0.5), ("repetition_penalty", 1.2), ("response_format", {"type": "json_object"}),
         ("min_tokens", 2), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("structured_outputs", {"regex": "x"}),
-        ("cache_salt", "x"), ("lora", [{"name": "adapter-a", "scale": 1}]),
+        ("cache_salt", "x"),
     ],
 )  # fmt: skip
 async def test_fields_that_are_not_served_are_refused_by_name(server, field, value):

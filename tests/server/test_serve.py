@@ -116,7 +116,7 @@ def test_a_server_s_life(start):
     ready = process.line_with("ready after", 60)
     assert address in ready
     assert float(ready.split("memory ")[1].split(" MiB")[0]) > 50
-    for words in ("tiny", "pool", "tokens", "mine: rank 8"):
+    for words in ("tiny", "pool", "tokens", "mine: read when it is first asked for"):
         assert words in process.output
     command = shlex.split(process.line_with("curl ", 5))
     answer = json.loads(subprocess.run([*command, "--silent"], capture_output=True, text=True, check=True).stdout)

@@ -1,0 +1,90 @@
+"""Starting an engine: the model on its devices, the pool, and the budgets that follow from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine import devices
+from multilora_jax.engine.host_memory import release_freed_memory
+from multilora_jax.engine.model_runner import ModelRunner
+from multilora_jax.engine.step_plan import SchedulerConfig
+from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.models.checkpoint import open_checkpoint, read_config
+from multilora_jax.models.config import ModelConfig
+from multilora_jax.models.layers import LlamaSpec
+from multilora_jax.models.loader import load_llama
+from multilora_jax.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What an engine is built around.
+
+    Attributes:
+        model_config, geometry: of the model and its pool.
+        tokenizer: the base's, None for a model without one.
+        max_model_len: context in tokens.
+        scheduling: budgets of a step.
+        runner: parameters, pool and programs.
+    """
+
+    model_config: ModelConfig
+    geometry: PoolGeometry
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    scheduling: SchedulerConfig
+    runner: ModelRunner
+
+
+def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
+    """Reads the model and makes its pool.
+
+    Args:
+        config: see EngineConfig.
+        progress: show progress bars.
+
+    Raises:
+        ConfigError, NotFoundError: the model cannot be served so.
+    """
+    devices.set_compilation_cache(config.compilation_cache_dir)
+    mesh = devices.make_mesh(config.tensor_parallel_size)
+    dummy = config.load_format == "dummy"
+    checkpoint = None if dummy else open_checkpoint(config.model, progress=progress)
+    model_config = read_config(Path(config.model)) if checkpoint is None else checkpoint.config
+    if checkpoint is None:
+        tokenizer = Tokenizer.from_folder(config.tokenizer or config.model)
+    else:
+        tokenizer = checkpoint.load_tokenizer(config.tokenizer)
+    max_model_len = devices.max_model_len(config, model_config)
+    dtype = devices.choose_dtype(config.dtype)
+    num_pages = devices.pool_pages(config, model_config, dtype, max_model_len, mesh)
+    tp, extra_vocab = config.tensor_parallel_size, config.max_extra_vocab if config.enable_lora else 0
+    geometry = model_config.geometry(num_pages, config.page_tokens, tp, dtype, extra_vocab)
+    spec = LlamaSpec(
+        model_config, geometry, config.prefill_block, devices.features_first(dtype), "model" if tp > 1 else None
+    )
+    model = load_llama(
+        spec, max_model_len, mesh, checkpoint, seed=config.seed,
+        progress=lambda layers: tqdm(layers, desc="Loading", unit="layer", disable=not progress),
+    )  # fmt: skip
+    release_freed_memory()  # what reading the checkpoint took
+    scheduling = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_block=config.prefill_block,
+        max_rank_rows=config.max_rank_rows,
+        max_loras=config.max_loras,
+    )
+    runner = ModelRunner(
+        model,
+        mesh,
+        max_num_seqs=config.max_num_seqs,
+        max_blocks=scheduling.max_prefill_blocks,
+        max_model_len=max_model_len,
+        max_rank_rows=config.max_rank_rows if config.enable_lora else 0,
+    )
+    return LoadedModel(model_config, geometry, tokenizer, max_model_len, scheduling, runner)

@@ -1,0 +1,139 @@
+"""The projections of a layer with the deltas of every token's own adapters.
+
+With the factors `w` that a token puts on its adapters `i` a projection gives
+
+    y = (W x) * (1 + sum_i w_i g_i) + bias + sum_i w_i (scale_i B_i A_i x + c_i)
+
+where g is DoRA's gain (arXiv 2402.09353, the magnitude over the norm of the adapted weight, less one) and c a bias
+that the adapter changes. All of it lies in the rank rows of `LayerRows`; a step without gains carries no trace of
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from multilora_jax.memory.geometry import MODULES
+from multilora_jax.models.batch import LayerInputs, LayerRows
+from multilora_jax.models.layers import LlamaSpec, along_features, linear
+from multilora_jax.models.rows import PLACES
+from pallas_kernels.segmented_lora import lora_expand, lora_shrink
+
+_F32 = jnp.float32
+
+
+@dataclass(frozen=True)
+class LayerDeltas:
+    """The rank rows of one layer and what they mean there."""
+
+    rows: LayerRows
+    mix_RT: jax.Array  # float32[R, T]
+    scale_MR: jax.Array  # float32[7, R]
+    const_MR: jax.Array  # float32[7, R]
+    gain_MR: jax.Array | None  # float32[7, R]
+    norm_2R: jax.Array | None  # float32[2, R]
+
+    @classmethod
+    def of(cls, rows: LayerRows | None, layer: jax.Array, inputs: LayerInputs) -> LayerDeltas | None:
+        """Those of a layer; None where no token of the step has an adapter."""
+        if rows is None or inputs.mix_RT is None or inputs.scale_LMR is None or inputs.const_LMR is None:
+            return None
+        gain = None if inputs.gain_LMR is None else inputs.gain_LMR[layer]
+        norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
+        return cls(rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm)
+
+    def shrink(self, spec: LlamaSpec, x: jax.Array, modules: tuple[str, ...]) -> jax.Array:
+        """lora_shrink of modules that share the input x (this shard's features)."""
+        first = MODULES.index(modules[0])
+        part = slice(first, first + len(modules))
+        return lora_shrink(
+            x, getattr(self.rows, PLACES[modules[0]][0]), self.scale_MR[part], self.mix_RT, self.const_MR[part],
+            features_first=spec.features_first, axis_name=spec.axis_name,
+        )  # fmt: skip
+
+    def expand(self, spec: LlamaSpec, s: jax.Array, module: str) -> jax.Array:
+        """lora_expand of one module: this shard's outputs."""
+        return lora_expand(s, getattr(self.rows, PLACES[module][2]), features_first=spec.features_first)
+
+    def vectors(self, spec: LlamaSpec, flags_R: jax.Array, module: str) -> jax.Array:
+        """sum_i w_i v_i for every token, v_i being the rows of the module's B that flags_R marks (this shard's)."""
+        weight_RT = jnp.where(flags_R[:, None] != 0, self.mix_RT, 0).astype(spec.dtype)
+        return self.expand(spec, weight_RT if spec.features_first else weight_RT.T, module)
+
+
+def norm_weight(spec: LlamaSpec, weight_D: jax.Array, lora: LayerDeltas | None, which: int) -> jax.Array:
+    """Weight of the input norm (0) or the other norm (1): [D], or of each token where adapters may change it."""
+    if lora is None or lora.norm_2R is None:
+        return weight_D
+    delta = lora.vectors(spec, lora.norm_2R[which], ("o_proj", "down_proj")[which])
+    return along_features(spec, weight_D).astype(_F32) + _gather_features(spec, delta)
+
+
+def column_parallel(
+    spec: LlamaSpec,
+    w_OI: jax.Array,
+    bias_O: jax.Array | None,
+    x: jax.Array,
+    lora: LayerDeltas | None,
+    modules: tuple[str, ...],
+) -> jax.Array:
+    """Projections that share an input (q, k, v or gate, up), outputs side by side; float32 in the activation layout."""
+    if lora is None:
+        return linear(spec, w_OI, x, bias_O)
+    y = linear(spec, w_OI, x)
+    if lora.gain_MR is not None:
+        gains = [lora.vectors(spec, lora.gain_MR[MODULES.index(module)], module) for module in modules]
+        y = y * (1 + jnp.concatenate(gains, spec.feature_axis))
+    if bias_O is not None:
+        y = y + along_features(spec, bias_O).astype(_F32)
+    s = lora.shrink(spec, _shard_slice(spec, x), modules)
+    deltas = [lora.expand(spec, s[m], module) for m, module in enumerate(modules)]
+    return y + jnp.concatenate(deltas, spec.feature_axis)
+
+
+def row_parallel(
+    spec: LlamaSpec, w_OI: jax.Array, bias_O: jax.Array | None, x: jax.Array, lora: LayerDeltas | None, module: str
+) -> jax.Array:
+    """A projection whose input is sharded (o, down); float32 in the activation layout, summed over shards."""
+    y = linear(spec, w_OI, x)
+    if lora is not None:
+        if lora.gain_MR is not None:
+            gain = lora.vectors(spec, lora.gain_MR[MODULES.index(module)], module)
+            y = y * (1 + _gather_features(spec, gain))
+        y = _add_shard_slice(spec, y, lora.expand(spec, lora.shrink(spec, x, (module,))[0], module))
+    if spec.axis_name is not None:
+        y = jax.lax.psum(y, spec.axis_name)
+    return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)
+
+
+def _shard_slice(spec: LlamaSpec, x: jax.Array) -> jax.Array:
+    """This shard's slice of the features of a replicated activation."""
+    if spec.axis_name is None:
+        return x
+    width = x.shape[spec.feature_axis] // spec.geometry.tp
+    start = jax.lax.axis_index(spec.axis_name) * width
+    return jax.lax.dynamic_slice_in_dim(x, start, width, spec.feature_axis)
+
+
+def _gather_features(spec: LlamaSpec, x: jax.Array) -> jax.Array:
+    """All features of an activation of which each shard has its slice."""
+    if spec.axis_name is None:
+        return x
+    return jax.lax.all_gather(x, spec.axis_name, axis=spec.feature_axis, tiled=True)
+
+
+def _add_shard_slice(spec: LlamaSpec, y: jax.Array, delta: jax.Array) -> jax.Array:
+    """Adds a delta that covers this shard's slice of the features to a partial sum over all of them.
+
+    The base's own all-reduce then adds the slices of all shards, so the adapter costs no further collective of [T, D]
+    (the fusion of S-LoRA section 6).
+    """
+    if spec.axis_name is None:
+        return y + delta
+    width = delta.shape[spec.feature_axis]
+    start = jax.lax.axis_index(spec.axis_name) * width
+    old = jax.lax.dynamic_slice_in_dim(y, start, width, spec.feature_axis)
+    return jax.lax.dynamic_update_slice_in_dim(y, old + delta, start, spec.feature_axis)
