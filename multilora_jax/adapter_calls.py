@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PIN_WAIT_S = 10.0
+"""Longest wait for a pinned adapter to be in the pool before the call that pinned it returns."""
+
 MAX_CALLS = 64
 """Calls about adapters under way at once; most wait for a disk or for another call about the same name."""
 
@@ -80,7 +83,7 @@ class AdapterCalls:
             raise copy.copy(error) from None  # one error raised by many callers would collect everybody's traceback
 
     async def add_lora(self, lora_request: LoRARequest, pinned: bool = False) -> Adapter:
-        """Read and check an adapter and make it selectable.
+        """Read and check an adapter and make it selectable; a pinned one is in the pool then, see `pin_lora`.
 
         Args:
             lora_request: its name, id and folder; with load_inplace it takes the place of one of that name.
@@ -89,7 +92,10 @@ class AdapterCalls:
         Raises:
             UserError: it is bad, or there is no room to pin it (`pin_limit`); nothing has changed then.
         """
-        return await self._call(self.engine.add_lora, lora_request, pinned=pinned)
+        adapter = await self._call(self.engine.add_lora, lora_request, pinned=pinned)
+        if pinned:
+            await self._wait_until_resident(adapter.name)
+        return adapter
 
     async def register_lora(self, lora_request: LoRARequest) -> Adapter:
         """Make an adapter selectable without reading it: the first request that names it does that."""
@@ -112,11 +118,15 @@ class AdapterCalls:
     async def pin_lora(self, name_or_id: str | int) -> None:
         """Keep an adapter in the pool until it is unpinned or removed.
 
+        Returns when it is there, or after PIN_WAIT_S: running requests may hold the room that it was promised.
+
         Raises:
             NotFoundError: no such adapter.
             UserError: no room to keep it (`pin_limit`).
         """
-        await self._call(self.engine.pin_lora, self._lora_name(name_or_id))
+        name = self._lora_name(name_or_id)
+        await self._call(self.engine.pin_lora, name)
+        await self._wait_until_resident(name)
 
     async def unpin_lora(self, name_or_id: str | int) -> None:
         """Let an adapter leave the pool again when others need the room. Raises NotFoundError."""
@@ -171,6 +181,15 @@ class AdapterCalls:
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         self._rouse()  # there may be pages to copy now
         return result
+
+    async def _wait_until_resident(self, name: str) -> None:
+        deadline = time.monotonic() + PIN_WAIT_S
+        while time.monotonic() < deadline:
+            # Not on the event loop: it takes the engine's lock, and looks at every name.
+            state = (await asyncio.to_thread(self.engine.adapter_states)).get(name)
+            if state in ("resident", None):  # or removed meanwhile
+                return
+            await asyncio.sleep(0.02)
 
     def _lora_name(self, name_or_id: str | int) -> str:
         if isinstance(name_or_id, str):

@@ -1,52 +1,52 @@
-"""Rendering of chat templates in a Jinja sandbox, with the functions that models' templates expect."""
+"""Rendering of chat templates: any message form in, one text out, and every failure the template's own."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable
-from datetime import datetime
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template
 
 from multilora_jax.errors import UserError
+from multilora_jax.template_limits import TemplateLimitError, TemplateLimits, metered
+from multilora_jax.template_sandbox import TemplateEnvironment
+
+LIMITS = TemplateLimits()
+"""Of every template, whoever wrote it."""
 
 
-class _GenerationTag(Extension):
-    """`{% generation %}` marks an assistant's own words for training; for serving its body is all there is to it."""
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+@functools.cache
+def _environment() -> TemplateEnvironment:
+    return TemplateEnvironment()
 
 
 @functools.lru_cache(maxsize=64)
 def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(functions)
-    return environment.from_string(source)
+    return _environment().template(source)
+
+
+@contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """Turns whatever a template raises into a UserError."""
+    try:
+        yield
+    except TemplateLimitError as error:
+        raise UserError(
+            f"{what}: {error}, and a template may not; shorten the conversation, or use another template",
+            reason="template_limit", param="chat_template",
+        ) from None  # fmt: skip
+    # A template is a program of somebody else's: it may fail with any error, and none is this program's.
+    except Exception as error:
+        says = str(error) or type(error).__name__
+        raise UserError(f"{what}: {says}", reason="chat_template_error", param="chat_template") from error
+
+
+def check_template(source: str) -> None:
+    """Raises UserError (`chat_template_error`, `template_limit`) for a template that does not compile."""
+    with _failing_as("the chat template cannot be used"), metered(LIMITS):
+        _compile(source)
 
 
 def flatten_content(messages: Any) -> list[dict[str, Any]]:
@@ -84,7 +84,12 @@ def _flatten(message: Any, where: str) -> dict[str, Any]:
 
 
 def render_chat(
-    source: str, messages: list[dict[str, Any]], variables: dict[str, Any], *, continue_final_message: bool = False
+    source: str,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    *,
+    continue_final_message: bool = False,
+    limits: TemplateLimits | None = None,
 ) -> str:
     """Render a template over messages.
 
@@ -93,18 +98,13 @@ def render_chat(
         messages: as flatten_content returns them.
         variables: further variables of the template.
         continue_final_message: cut the result right after the last message's content.
+        limits: what the template may take; LIMITS by default.
 
     Raises:
-        UserError: reason `chat_template_error`, with what the template or Jinja said.
+        UserError: reason `chat_template_error`, with what the template or Jinja said, or `template_limit`.
     """
-    try:
+    with _failing_as("the chat template failed"), metered(LIMITS if limits is None else limits):
         text = _compile(source).render(**{**variables, "messages": messages})
-    # A template is a program of somebody else's: it may fail with any error, and none is this program's.
-    except Exception as error:
-        what = str(error) or type(error).__name__
-        raise UserError(
-            f"the chat template failed: {what}", reason="chat_template_error", param="chat_template"
-        ) from error  # fmt: skip
     return _cut_after_last_content(text, messages[-1]["content"]) if continue_final_message else text
 
 

@@ -9,11 +9,14 @@ several flags (`--lora_modules a=x,b=y`, `--lora-modules a=x b=y`); booleans `--
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import re
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -156,16 +159,35 @@ def run_command(commands: Mapping[str, Any], about: str) -> None:
             `main(words)`, whose words are those after the command.
         about: what they are about, for --help without a command.
     """
-    name = next((word for word in sys.argv[1:] if word in commands), None)
-    if name is None:
-        run(lambda _: None, commands=tuple(commands), about=f"{about}\nThe flags of a command: COMMAND --help")
-    else:
-        command = commands[name]
-        command.define_flags()
-        run(
-            lambda words: command.main(words[1:]),
-            commands=(name,), arguments=command.ARGUMENTS, about=command.ABOUT, example=command.EXAMPLE,
-        )  # fmt: skip
+    first = [*itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])][:1]
+    name = next((word for word in first or sys.argv[1:] if word in commands), None)
+    with _quiet_without_a_reader():
+        if name is None:
+            # Nothing can be said of flags without their command, so that its name is all that is looked at.
+            words = [*first, *(word for word in sys.argv[1:] if word in _HELP)]
+            about = f"{about}\nThe flags of a command: COMMAND --help"
+            run(lambda _: None, commands=tuple(commands), argv=[sys.argv[0], *words], about=about)
+        else:
+            command = commands[name]
+            command.define_flags()
+            run(
+                lambda words: command.main(words[1:]),
+                commands=(name,), arguments=command.ARGUMENTS, about=command.ABOUT, example=command.EXAMPLE,
+            )  # fmt: skip
+
+
+@contextmanager
+def _quiet_without_a_reader() -> Iterator[None]:
+    """Exits as a program that SIGPIPE ends where whoever reads the output has left (`| head`)."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def help_text(
@@ -229,15 +251,15 @@ def _plain(value: Any) -> str:
 
 
 def _check_words(words: list[str], commands: Sequence[str], *, more: bool = False) -> list[str]:
-    if len(words) > bool(commands) and not more:
-        extra = words[bool(commands)]
-        raise UserError(f"unexpected argument {extra!r}: flags are written --key value", reason="bad_argument")
     if commands and not words:
         raise UserError(f"name a command: one of {', '.join(commands)}", reason="bad_argument")
     if commands and words[0] not in commands:
         close = nearest(words[0], commands)
         hint = f"did you mean {close}?" if close else f"the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {words[0]!r}: {hint}", reason="bad_argument")
+    if len(words) > bool(commands) and not more:
+        extra = words[bool(commands)]
+        raise UserError(f"unexpected argument {extra!r}: flags are written --key value", reason="bad_argument")
     return words
 
 

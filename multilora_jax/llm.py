@@ -12,8 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from multilora_jax.config import EngineConfig
-from multilora_jax.engine.adapter_manager import Mix
-from multilora_jax.engine.inputs import Prompt
+from multilora_jax.engine.inputs import Mix, Prompt
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import UserError
 from multilora_jax.lora.config import PeftConfig
@@ -96,6 +95,9 @@ class LLM:
 
         Args:
             messages: [{"role": ..., "content": ...}, ...] or a list of such lists.
+            sampling_params, use_tqdm: as in `generate`.
+            lora_request: as in `generate`, an entry for each conversation. An adapter's own tokenizer and chat
+                template are used for its conversations.
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: begin the assistant's turn.
             continue_final_message: go on with the last message instead of answering it.
@@ -142,10 +144,27 @@ class LLM:
         *,
         load_inplace: bool = False,
     ) -> LoRARequest:
-        """Takes an adapter from a training loop, without a file; see LLMEngine.add_adapter.
+        """Takes an adapter from a training loop, without a file.
+
+            params = {f"model.layers.{i}.self_attn.q_proj.{ab}": array for i, ab, array in trained}
+            mine = llm.add_adapter("mine", params, {"lora_alpha": 16})
+            llm.generate("Hello", lora_request=mine)
+
+        Args:
+            name: unique among adapters, unless load_inplace replaces one.
+            params: names to JAX or numpy arrays, flat or nested. PEFT's names with `lora_A` [r, in] and `lora_B`
+                [out, r], with or without "base_model.model." before and ".weight" behind; or Flax's `lora_a` [in, r]
+                and `lora_b` [r, out], with or without ".kernel". `layers_0` may stand for `layers.0`.
+            config: PEFT's settings. `lora_alpha` is required; `r` is not where all modules have one rank.
+            load_inplace: replace the adapter of this name; requests under way finish on the old one.
 
         Returns:
             What to give as `lora_request`.
+
+        Raises:
+            UserError: the name is taken or cannot be one.
+            AdapterError: the arrays or settings cannot be served exactly; see `weights_from_arrays`. Nothing has
+                changed then.
         """
         adapter = self.engine.add_adapter(name, params, config, load_inplace=load_inplace)
         return LoRARequest(adapter.name, adapter.int_id)
@@ -197,5 +216,8 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
-        raise UserError(f"{name} has {len(value)} entries for {count} prompts", reason="length_mismatch", param=name)
+        hint = ": for a weighted mix of one prompt write [[a, b]]" if name == "lora_request" else ""
+        raise UserError(
+            f"{name} has {len(value)} entries for {count} prompts{hint}", reason="length_mismatch", param=name
+        )
     return list(value)

@@ -26,7 +26,8 @@ class LoRARequest:
     Args:
         lora_name: unique name; requests choose the adapter by it.
         lora_int_id: unique id, 1 or more.
-        lora_path: folder with adapter_config.json and adapter_model.safetensors.
+        lora_path: folder with adapter_config.json and adapter_model.safetensors; may be empty once the name is
+            registered.
         base_model_name: advisory only; nothing is ever fetched from it.
         load_inplace: replace an adapter of the same name instead of refusing the load.
         scale: factor on the adapter's whole delta; several adapters in one request are a weighted mix.

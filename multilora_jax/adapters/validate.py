@@ -21,7 +21,7 @@ from multilora_jax.engine.step_plan import SchedulerConfig
 from multilora_jax.errors import UserError
 from multilora_jax.lora.adapter import Adapter, AdapterVersion
 from multilora_jax.lora.adapter_files import CONFIG_FILE
-from multilora_jax.lora.builder import SharedTokenizers
+from multilora_jax.lora.builder import SharedTokenizers, own_template, tokenizer_warnings
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.deltas import AdapterDeltas, to_deltas
 from multilora_jax.lora.packing import pack
@@ -68,9 +68,10 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
 
 
 def adapter_folders(paths: Iterable[str]) -> list[str]:
-    """The paths, each once; a folder that is no adapter but holds some stands for those, in their natural order."""
+    """The paths, each once and with ~ expanded; a folder that is no adapter but holds some stands for those, in their
+    natural order."""
     found: dict[str, None] = {}
-    for path in paths:
+    for path in map(os.path.expanduser, paths):
         inside: list[str] = []
         if os.path.isdir(path) and not _is_adapter(path):
             inside = [os.path.join(path, name) for name in sorted(os.listdir(path), key=_natural)]
@@ -125,12 +126,13 @@ class Checker:
         if weights.tokenizer_folder is not None:
             tokenizer = self._tokenizers.of_folder(weights.tokenizer_folder)
         base_template = None if base.tokenizer is None else base.tokenizer.chat_template
-        template = None if weights.chat_template == base_template else weights.chat_template
+        template = own_template(weights.chat_template, base_template)
         version = AdapterVersion(weights.digest, packed.layout, weights.config.base_model_name_or_path)
         self._check_limits(Adapter(os.path.basename(path), 1, path, path, version=version))
         warnings = [*weights.warnings]
         if tokenizer is not None:
             warnings.append("its tokenizer differs from the base's: text of its requests goes through its own")
+        warnings += tokenizer_warnings(tokenizer, weights.vocab_size)
         ranks = {key: len(a) for key, a in deltas.a.items()}
         return {
             "digest": weights.digest,

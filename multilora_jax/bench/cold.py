@@ -4,9 +4,9 @@ Two engines, with prefetch and without, take turns in one process. Each round gi
 
 - a closed loop of requests for adapters in the pool, a full batch and a backlog behind it, with a few requests for cold
   adapters in it: the time to the first token of those, against that of the requests just before them;
-- with prefetch only, a full batch of streams that do not end, and a request for a cold adapter behind them: the gaps
-  between the streams' tokens while the adapter is read and copied, against those before and after. The request itself
-  gets no seat, so that nothing but the load can make a gap longer.
+- with prefetch only, streams that do not end on all seats but one, and a request for a cold adapter that takes the
+  last: the gaps between the streams' tokens from its arrival to its first token, while the adapter is read, copied to
+  the pool and to the row buffers, against those before and after.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def measure(
         table(rows, COLUMNS),
         f"cold adapters: rank {work.cold_rank} on all modules, {size:.1f} MiB each in the pool, on disk only",
         f"disk: {work.disk}",
-        f"gaps: between the tokens of {config.max_num_seqs} streams; the largest while an adapter comes in, against "
-        f"the median without; quiet_gap_ratio is the same of as many steps without any load",
+        f"gaps: between the tokens of {config.max_num_seqs - 1} streams; the largest while an adapter comes in, "
+        f"against the median without; quiet_gap_ratio is the same of as many steps without any load",
     ]
     return make_report("adapters --cold", settings_of(engine, dataclasses.asdict(work)), rows), lines
 

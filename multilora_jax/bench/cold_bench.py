@@ -70,7 +70,7 @@ class Gaps:
 
     Attributes:
         quiet: before and after a load; loading: while it was under way.
-        load_s: from the request for the adapter until it was in the pool.
+        load_s: from the request for the adapter until the end of the first step that it ran in.
     """
 
     quiet: list[float] = field(default_factory=list)
@@ -129,14 +129,19 @@ class ColdBench:
             self.results.warm_s += [run.first_token_s[place - 1] for place in places]
 
     def stream_through_a_load(self, number: int) -> None:
-        """A full batch of streams that a cold adapter comes in beside."""
+        """A batch of streams that a request on a cold adapter joins, from its arrival to its first token.
+
+        Its prompt is one token, which runs as a decode row: what a longer prompt costs the streams has nothing to do
+        with the load.
+        """
         self._cool_down()
         engine, work = self.engine, self.work
         lora = self._cold[number % len(self._cold)]
         [adapter] = [adapter for adapter in engine.list_loras() if adapter.name == lora.lora_name]
-        streams = [next(self._ids) for _ in self._warm]
-        for request_id, warm in zip(streams, self._warm, strict=True):
-            self._add(request_id, warm, work.stream_len - work.input_len)
+        warm = self._warm[: max(1, engine.config.max_num_seqs - 1)]  # a seat is left for the cold one
+        streams = [next(self._ids) for _ in warm]
+        for request_id, stream in zip(streams, warm, strict=True):
+            self._add(request_id, self._prompts[0], stream, work.stream_len - work.input_len)
         while engine.stats().num_waiting:
             engine.step()
         for _ in range(2):  # prompts may be under way still
@@ -144,8 +149,8 @@ class ColdBench:
         gaps = Gaps([self._gap() for _ in range(work.gap_steps)])
         last = next(self._ids)
         start = time.perf_counter()
-        self._add(last, lora, 1)
-        while not engine.cache.is_ready(adapter):
+        self._add(last, self._prompts[0][:1], lora, 2)
+        while not engine.stats().running_by_adapter.get(adapter.name):
             if len(gaps.loading) >= work.most_load_steps:
                 raise UserError(
                     f"a cold adapter was not loaded within {work.most_load_steps} steps of the streams: raise "
@@ -154,14 +159,15 @@ class ColdBench:
                 )  # fmt: skip
             gaps.loading.append(self._gap())
         gaps.load_s = time.perf_counter() - start
+        gaps.loading.append(self._gap())  # and a step that it runs in
         gaps.quiet += [self._gap() for _ in range(work.gap_steps)]
         for request_id in (*streams, last):
             engine.abort_request(request_id)
         self.results.gaps.append(gaps)
 
-    def _add(self, request_id: str, lora: LoRARequest, max_tokens: int) -> None:
+    def _add(self, request_id: str, prompt: list[int], lora: LoRARequest, max_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self.engine.add_request(request_id, self._prompts[0], params, lora)
+        self.engine.add_request(request_id, prompt, params, lora)
 
     def _gap(self) -> float:
         """Runs one step, which gives each running stream a token; seconds since the one before."""

@@ -85,7 +85,8 @@ def random_prompts(engine: LLMEngine, num_prompts: int, input_len: int) -> list[
 def settings_of(engine: LLMEngine, work: dict[str, Any]) -> dict[str, Any]:
     """The configuration as it came out, and the workload's own fields, for a report."""
     settings = {**engine.config.to_dict(), "dtype": engine.geometry.dtype, "max_model_len": engine.max_model_len}
-    return settings | {"pool_pages": engine.geometry.num_pages} | work
+    # A benchmark warms up whatever the configuration says.
+    return settings | {"warm_up": True, "pool_pages": engine.geometry.num_pages} | work
 
 
 def check_compilations(engine: LLMEngine) -> None:
@@ -117,7 +118,7 @@ def run_once(
         after_step: called after every step.
     """
     # Buffers as large as the run before needed them would slow this one down for a while.
-    engine.runner.rank_rows.reset()
+    engine.runner.rows.reset()
     before = engine.stats()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     queue = deque(zip(prompts, loras, strict=True))

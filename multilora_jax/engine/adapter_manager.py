@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
 from multilora_jax.config import EngineConfig
-from multilora_jax.engine.host_memory import physical_memory
+from multilora_jax.engine.adapter_text import AdapterText
+from multilora_jax.engine.adapter_tiers import READER_THREADS, make_reader
+from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.transfers import AdapterTransfers
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.lora.adapter import Adapter
-from multilora_jax.lora.builder import AdapterBuilder
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.deltas import BaseTensors
 from multilora_jax.lora.host_tier import HostTier
@@ -29,12 +32,6 @@ from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.request import LoRARequest, Sequence
 from multilora_jax.tokenizer import Tokenizer
-
-Mix = LoRARequest | list[LoRARequest] | None
-"""What a request runs on: one adapter, a weighted mix of several, or the base."""
-
-READER_THREADS = 8
-"""Adapters read at the same time."""
 
 
 class _PageSource:
@@ -57,10 +54,12 @@ class AdapterManager:
         cache, scheduler: the pool's books.
         books: the engine's lock around them.
         forget: called, with the lock held, with an unloaded adapter that no request uses any more.
+        read_back: copies pages of the pool to the host: [n, L, TP, E/TP].
         throttle: see AdapterReader.
 
     Attributes:
         registry, host, reader: of this engine.
+        text: how requests on its adapters read and write text.
     """
 
     def __init__(
@@ -75,29 +74,19 @@ class AdapterManager:
         books: threading.Lock,
         *,
         forget: Callable[[Adapter], None],
+        read_back: Callable[[list[int]], np.ndarray],
         throttle: Callable[[int], float] | None = None,
     ):
         self._config = config
         self._model_config = model_config
-        self._tokenizer = tokenizer
+        self.text = AdapterText(model_config, tokenizer)
         self._cache = cache
         self._scheduler = scheduler
         self._books = books
         self._forget = forget
-        most_bytes = physical_memory() // 4 if config.max_cpu_lora_gib is None else config.max_cpu_lora_gib * 2**30
-        self.host = HostTier(
-            max_adapters=config.max_cpu_loras, max_bytes=int(most_bytes), policy=config.lora_eviction_policy
-        )
-        builder = AdapterBuilder(
-            model_config,
-            geometry,
-            base,
-            max_lora_rank=config.max_lora_rank,
-            max_extra_vocab=config.max_extra_vocab,
-            base_tokenizer=tokenizer,
-            base_name=config.model,
-        )
-        self.reader = AdapterReader(builder, self.host, threads=READER_THREADS, throttle=throttle)
+        self._read_back = read_back
+        self.reader = make_reader(config, model_config, geometry, base, tokenizer, throttle)
+        self.host = self.reader.host
         self.registry = AdapterRegistry(
             self.reader,
             config.adapter_roots,
@@ -116,6 +105,8 @@ class AdapterManager:
             max_reads=min(2 * READER_THREADS, config.max_cpu_loras or 2 * READER_THREADS),
         )
         self._users: Counter[Adapter] = Counter()
+        for int_id, (name, path) in enumerate(config.lora_modules.items(), 1):
+            self.register(LoRARequest(name, int_id, path), trusted=True)
 
     # For any thread
 
@@ -126,7 +117,8 @@ class AdapterManager:
             UserError: there is no room to pin it (`pin_limit`); then nothing was loaded and nothing replaced.
         """
         self._check_enabled()
-        adapter = self.registry.load(request, check=self._check_with_pin if pinned else None)
+        with self._secured(request.lora_name):
+            adapter = self.registry.load(request, check=functools.partial(self._check, pinned=pinned))
         if pinned:
             self._pin(adapter)
         return adapter
@@ -153,7 +145,8 @@ class AdapterManager:
 
     def remove(self, name: str) -> None:
         """Forgets a name: new requests get NotFoundError, those under way finish, then all its memory comes free."""
-        self._retire(self.registry.remove(name))
+        with self._secured(name):
+            self._retire(self.registry.remove(name))
 
     def pin(self, name: str) -> None:
         """Brings an adapter into the pool, as soon as there is room, and keeps it there until unpinned or removed.
@@ -198,7 +191,7 @@ class AdapterManager:
             UserError: no LoRARequest, or an adapter that is named twice (`bad_lora_request`).
             NotFoundError, AdapterError: see AdapterRegistry.
         """
-        requests = self._requests(mix)
+        requests = read_mix(mix)
         if requests:
             self._check_enabled()
         adapters = tuple(self._resolve(request) for request in requests)
@@ -209,30 +202,6 @@ class AdapterManager:
                 param="lora_request",
             )
         return adapters, tuple(request.scale for request in requests)
-
-    def tokenizer_for(self, adapters: Iterable[Adapter]) -> Tokenizer | None:
-        """The tokenizer that text for these adapters goes through: their own where one brings one, else the base's.
-
-        Raises:
-            UserError: two of them bring different ones (`mixed_tokenizers`).
-        """
-        own = dict.fromkeys(a.version.tokenizer for a in adapters if a.version and a.version.tokenizer)
-        if len(own) > 1:
-            raise UserError(
-                "the adapters of this mix bring tokenizers of their own, and different ones: mix adapters of one "
-                "tokenizer", reason="mixed_tokenizers", param="lora_request",
-            )  # fmt: skip
-        return next(iter(own), self._tokenizer)
-
-    def chat_template_for(self, adapters: Iterable[Adapter]) -> str | None:
-        """The first chat template that one of the adapters brings; None for the base's."""
-        templates = (a.version.chat_template for a in adapters if a.version)
-        return next((template for template in templates if template), None)
-
-    def vocab_size(self, adapters: Iterable[Adapter]) -> int:
-        """Token ids below it exist for a request on these adapters: the base's, and those that an adapter adds."""
-        layouts = (a.layout.vocab for a in adapters)
-        return self._model_config.vocab_size + max((v.extra_tokens for v in layouts if v), default=0)
 
     def states(self) -> dict[str, str]:
         """Of every name, where its adapter is: "registered" (on disk only), "host", "loading" or "resident"."""
@@ -251,6 +220,17 @@ class AdapterManager:
         """Pages that must be copied to the device before the next step, see AdapterTransfers.plan."""
         waiting = self._scheduler.waiting(self._config.prefetch_lookahead)
         return self.transfers.plan(waiting, busy=self._scheduler.num_running > 0)
+
+    def to_stage(self) -> tuple[list[Adapter], list[Adapter]]:
+        """The adapters of the running sequences, and those in the pool that the next ones to start will add."""
+        scheduler, seats = self._scheduler, self._scheduler.num_free_seats
+        wanted: dict[Adapter, None] = {}
+        for seq in scheduler.waiting(self._config.prefetch_lookahead if seats else 0):
+            together = tuple(dict.fromkeys((*wanted, *seq.adapters)))
+            if seats and all(map(self._cache.is_ready, seq.adapters)) and scheduler.active.has_room_for(together):
+                wanted.update(dict.fromkeys(seq.adapters))
+                seats -= 1
+        return list(scheduler.active.users), list(wanted)
 
     def failed_sequences(self) -> list[tuple[Sequence, UserError]]:
         """Waiting sequences whose adapter could not be read again, and why, each told once."""
@@ -305,30 +285,48 @@ class AdapterManager:
                 "this server runs without adapters (enable_lora is false)", reason="lora_disabled", param="model"
             )
 
-    def _check(self, adapter: Adapter) -> None:
+    def _check(self, adapter: Adapter, *, pinned: bool = False) -> None:
         with self._books:
             self._scheduler.check_adapter(adapter)
-
-    def _check_with_pin(self, adapter: Adapter) -> None:
-        with self._books:
-            self._scheduler.check_adapter(adapter)
-            self._scheduler.check_pin(adapter)
-
-    @staticmethod
-    def _requests(mix: Mix) -> list[LoRARequest]:
-        requests = [] if mix is None else list(mix) if isinstance(mix, list) else [mix]
-        for request in requests:
-            if not isinstance(request, LoRARequest):
-                raise UserError(
-                    f"lora_request must be a LoRARequest or a list of them, not {type(request).__name__}",
-                    reason="bad_lora_request", param="lora_request",
-                )  # fmt: skip
-        return requests
+            if pinned:
+                self._scheduler.check_pin(adapter)
 
     def _resolve(self, request: LoRARequest) -> Adapter:
         adapter = self.registry.resolve(request)
         self.registry.ensure_loaded(adapter)
         return adapter
+
+    @contextmanager
+    def _secured(self, name: str) -> Iterator[None]:
+        """Keeps the host copy of an adapter in use while its name is taken from it, and after: its files may go."""
+        adapter = self.registry.find(name)
+        secured = adapter is not None and bool(adapter.path) and self._keep(adapter)
+        try:
+            yield
+        finally:
+            if secured and adapter is not None and self.registry.has(adapter):  # it lost nothing
+                with self._books:
+                    pages = self.host.get(adapter)
+                    self.host.remove(adapter)
+                    if pages is not None:
+                        self.host.put(adapter, pages)
+
+    def _keep(self, adapter: Adapter) -> bool:
+        """Holds the host copy of an adapter in use against eviction; False if none is in use, or to be had."""
+        for read_again in (True, False):
+            with self._books:
+                if adapter not in self._users:
+                    return False
+                pages = self.host.get(adapter)
+                if pages is None and self._cache.is_ready(adapter):
+                    pages = self._read_back(self._cache.pages_of(adapter))
+                if pages is not None:
+                    self.host.put(adapter, pages, keep=True)
+                    return True
+            if read_again:
+                with suppress(UserError):  # the files have gone already: its queued requests will say so
+                    self.reader.load(adapter)
+        return False
 
     def _in_use(self, adapter: Adapter) -> bool:
         with self._books:

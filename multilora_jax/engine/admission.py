@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from multilora_jax.engine.kv_manager import KVManager
@@ -39,12 +39,14 @@ class ActiveAdapters:
     Attributes:
         users: of each adapter, how many running sequences use it; in the order in which they came.
         num_rows: rank rows that they take together.
+        is_staged: whether a step can use a ready adapter at once; until it can, it counts as on its way.
     """
 
     def __init__(self, config: SchedulerConfig, cache: AdapterCache[Any]) -> None:
         self._config = config
         self._cache = cache
         self._max_loras = sys.maxsize if config.max_loras is None else config.max_loras
+        self.is_staged: Callable[[Any], bool] = lambda _: True
         self.users: dict[Any, int] = {}
         self.num_rows = 0
 
@@ -63,10 +65,14 @@ class ActiveAdapters:
         cache = self._cache
         missing = [adapter for adapter in adapters if not cache.is_ready(adapter)]
         if not missing:
-            return None
+            return None if all(map(self.is_staged, adapters)) else Obstacle.COMING
         if not any(cache.is_coming(adapter) for adapter in missing):
             return Obstacle.ABSENT
         return Obstacle.COMING_AGAIN if any(cache.was_lost(adapter) for adapter in missing) else Obstacle.COMING
+
+    def has_room_for(self, adapters: Iterable[Any]) -> bool:
+        """Whether a step could hold these adapters beside those of the running sequences."""
+        return self.obstacle(adapters) is not Obstacle.NO_ROOM
 
     def add(self, adapters: Iterable[Any]) -> None:
         """A sequence with these adapters starts to run."""

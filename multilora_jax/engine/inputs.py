@@ -8,12 +8,28 @@ import numpy as np
 
 from multilora_jax.errors import UserError
 from multilora_jax.models.config import ModelConfig
-from multilora_jax.request import SamplingParams
+from multilora_jax.request import LoRARequest, SamplingParams
 from multilora_jax.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A dict with both is a rendered conversation: the ids
 are run as they are and the answer is a text of its own, not a continuation of the prompt's."""
+
+
+Mix = LoRARequest | list[LoRARequest] | None
+"""What a request runs on: one adapter, a weighted mix of several, or the base."""
+
+
+def read_mix(mix: Any) -> list[LoRARequest]:
+    """The adapters of a Mix. Raises UserError for anything else (`bad_lora_request`)."""
+    requests = [] if mix is None else list(mix) if isinstance(mix, list | tuple) else [mix]
+    for request in requests:
+        if not isinstance(request, LoRARequest):
+            raise UserError(
+                f"lora_request must be a LoRARequest or a list of them, not {type(request).__name__}",
+                reason="bad_lora_request", param="lora_request",
+            )  # fmt: skip
+    return requests
 
 
 def continues_text(prompt: Prompt) -> bool:

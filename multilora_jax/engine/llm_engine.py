@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from multilora_jax.config import EngineConfig
-from multilora_jax.engine.adapter_manager import AdapterManager, Mix
+from multilora_jax.engine.adapter_manager import AdapterManager
 from multilora_jax.engine.describe import describe
-from multilora_jax.engine.inputs import InputReader, Prompt, continues_text
+from multilora_jax.engine.inputs import InputReader, Mix, Prompt, continues_text
 from multilora_jax.engine.interrupts import defer_interrupts
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
@@ -29,8 +29,7 @@ from multilora_jax.models.base_tensors import BaseTensors
 from multilora_jax.request import FinishReason, LoRARequest, RequestOutput, SamplingParams, Sequence, SequenceStatus
 from multilora_jax.tokenizer import Tokenizer
 
-_LOAD_WAIT_S = 0.02
-"""Longest sleep of a step that has nothing to run because every request waits for its adapter."""
+_LOAD_WAIT_S = 0.02  # longest sleep of a step that has nothing to run because every request waits for its adapter
 
 
 class LLMEngine:
@@ -73,16 +72,16 @@ class LLMEngine:
             self.cache,
             self.scheduler,
             self._books,
-            forget=self.runner.rank_rows.forget,
+            forget=self.runner.rows.forget,
+            read_back=self.runner.read_pages,
             throttle=throttle,
         )
+        self.scheduler.active.is_staged = lambda a: not self.scheduler.num_running or self.runner.rows.holds(a)
         self._requests: dict[str, RequestState] = {}
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
         self._failure: BaseException | None = None
         self._compiled_at_warm_up = 0
-        for int_id, (name, path) in enumerate(config.lora_modules.items(), 1):
-            self.adapters.register(LoRARequest(name, int_id, path), trusted=True)
 
     # Adapters
 
@@ -112,16 +111,16 @@ class LLMEngine:
 
         Args:
             name: unique among adapters, unless load_inplace replaces one.
-            params: a pytree or flat mapping of JAX or numpy arrays, named as PEFT names its tensors; see
-                `weights_from_arrays`.
-            config: PEFT's settings (r, lora_alpha, ...).
+            params: a pytree or flat mapping of JAX or numpy arrays; see `LLM.add_adapter` for names, layouts, and an
+                example.
+            config: PEFT's settings; lora_alpha is required, r is not where all modules have one rank.
             int_id: its id; the next free one by default.
 
         Returns:
             The adapter; its digest is that of the arrays and of the settings.
 
         Raises:
-            UserError, AdapterError: as `add_lora`.
+            UserError, AdapterError: as `add_lora`; see `weights_from_arrays`.
         """
         return self.adapters.add(name, params, config, int_id=int_id, load_inplace=load_inplace)
 
@@ -156,15 +155,15 @@ class LLMEngine:
 
     def tokenizer_for(self, lora_request: Mix) -> Tokenizer | None:
         """The tokenizer of requests on these adapters; they are loaded if they never were."""
-        return self.adapters.tokenizer_for(self.adapters.resolve(lora_request)[0])
+        return self.adapters.text.tokenizer_for(self.adapters.resolve(lora_request)[0])
 
     def chat_template_for(self, lora_request: Mix) -> str | None:
         """The chat template that one of these adapters brings, None for the base's."""
-        return self.adapters.chat_template_for(self.adapters.resolve(lora_request)[0])
+        return self.adapters.text.chat_template_for(self.adapters.resolve(lora_request)[0])
 
     def vocab_limit(self, lora_request: Mix) -> int:
         """Token ids below it exist for requests on these adapters."""
-        return self.adapters.vocab_size(self.adapters.resolve(lora_request)[0])
+        return self.adapters.text.vocab_size(self.adapters.resolve(lora_request)[0])
 
     # Requests
 
@@ -191,7 +190,7 @@ class LLMEngine:
         """
         self._check_alive()
         adapters, scales = self.adapters.resolve(lora_request)
-        tokenizer, vocab_size = self.adapters.tokenizer_for(adapters), self.adapters.vocab_size(adapters)
+        tokenizer, vocab_size = self.adapters.text.tokenizer_for(adapters), self.adapters.text.vocab_size(adapters)
         inputs = InputReader(self.model_config, tokenizer, vocab_size, self.max_model_len)
         text, token_ids = inputs.read_prompt(prompt)
         inputs.check_params(params)
@@ -256,6 +255,8 @@ class LLMEngine:
         with self._books:
             failed = self._fail_sequences()
             self.runner.write_pages(self.adapters.before_step())
+            if self.scheduler.num_running:
+                self.runner.stage(*self.adapters.to_stage(), self.cache.pages_of)
             plan = self.scheduler.schedule()
             if plan is not None:
                 built, output = self.runner.execute(plan, self.cache.pages_of)
@@ -290,8 +291,9 @@ class LLMEngine:
                     del self._requests[seq.request_id]
                     self.adapters.leave(seq)
                 outputs.append(state.output(now))
-        self._stats.steps += 1
-        self._stats.step_seconds += time.perf_counter() - start
+        self._stats.add_step(seconds := time.perf_counter() - start)
+        if not plan.prefills:
+            self.runner.rows.saw_step(seconds)
         return outputs
 
     def _fail_sequences(self) -> list[RequestOutput]:
@@ -307,10 +309,8 @@ class LLMEngine:
 
     def _take_prompt_logprobs(self, seq: Sequence, hidden: np.ndarray, first: int, count: int) -> None:
         """Records ln p of the prompt tokens that follow a chunk's positions and are not recorded yet."""
-        state = self._requests[seq.request_id]
-        known = len(state.prompt_logprobs or ())
-        begin, end = seq.num_computed_tokens + 1, seq.num_computed_tokens + count + 1
-        begin, end = max(begin, known), min(end, seq.num_prompt_tokens)
+        state, begin = self._requests[seq.request_id], seq.num_computed_tokens + 1
+        begin, end = max(begin, len(state.prompt_logprobs or ())), min(begin + count, seq.num_prompt_tokens)
         if begin < end:
             offset = first + begin - 1 - seq.num_computed_tokens
             state.add_prompt_logprobs(self.runner.prompt_logprobs(seq, hidden, offset, seq.token_ids[begin:end]), begin)

@@ -54,6 +54,11 @@ class EngineStats:
     steps: int = 0
     step_seconds: float = 0.0
 
+    def add_step(self, seconds: float) -> None:
+        """Counts a step."""
+        self.steps += 1
+        self.step_seconds += seconds
+
     @property
     def resident(self) -> list[tuple[str, int, bool]]:
         """(name, rank, pinned) of each adapter that is in the pool now."""

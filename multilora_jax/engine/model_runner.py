@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -16,20 +16,18 @@ from tqdm import tqdm
 from multilora_jax.engine.batch import BatchShape, BuiltBatch, batch_shapes, build_batch, empty_batch, table_width
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.programs import Programs
-from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, RankRows, RowPlan, num_slots, row_buckets
+from multilora_jax.engine.rank_rows import num_slots, row_buckets
+from multilora_jax.engine.row_buffers import ATTENTION, PagesOf, RowBuffers
 from multilora_jax.engine.step_plan import ScheduledStep
-from multilora_jax.engine.vocab_tables import vocab_tables
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
-from multilora_jax.models.batch import ExtraTables, ForwardBatch, LayerRows, LoRARows, VocabInputs
+from multilora_jax.models.batch import ForwardBatch, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama, vocab_inputs
 from multilora_jax.models.sampler import StepOutput
 from multilora_jax.request import Sequence
-
-PagesOf = Callable[[Adapter], list[int]]
 
 
 class ModelRunner:
@@ -55,20 +53,18 @@ class ModelRunner:
         self.pool = make_pool(self.spec.geometry, mesh)
         self.shapes = batch_shapes(max_num_seqs, max_blocks)
         self.width = table_width(max_model_len, self.spec.geometry)
-        self.rank_rows = RankRows(row_buckets(max_rank_rows) if max_rank_rows else [], self.spec.config.num_layers)
-        self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *self.rank_rows.buckets)))
+        buckets = row_buckets(max_rank_rows) if max_rank_rows else []
+        self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)))
         self.loaded_bytes = 0
-        self._row_layers: list[LayerRows] = []
-        self._host_tables = HostTables.empty(self.spec.config.num_layers, 0)
-        self._row_tables: LoRARows | None = None  # of _host_tables, without layers and extras
-        self._extra: ExtraTables | None = None  # of _host_tables and _vocab_key
-        self._vocab_key: list[Any] = []
         group = self.programs.group
         # Layer indices live on the device: passing one must not cost a transfer at every step.
         self._groups = [
             (self.params["layers"][first : first + group], slice(first, first + group), self._put(np.int32(first)))
             for first in range(0, self.spec.config.num_layers, group)
         ]
+
+        firsts = [first for _, _, first in self._groups]
+        self.rows = RowBuffers(self.spec.geometry, self.programs, self._put, firsts, buckets)
 
     @property
     def num_compilations(self) -> int:
@@ -78,14 +74,14 @@ class ModelRunner:
     def warm_up(self, *, progress: bool = True, threads: int = 2) -> None:
         """Compiles every program a step can need, with a progress bar, and runs each kind of step once."""
         keys: list[tuple[Any, ...]] = []
-        for rows in (0, *self.rank_rows.buckets):
+        for rows in (0, *self.rows.buckets):
             for shape in self.shapes:
                 keys += [("begin", shape, rows, False), ("layers", shape, rows, False)]
         keys += [("finish", shape, False) for shape in self.shapes] + [("logprobs", False)]
-        for rows in self.rank_rows.buckets:
-            keys += [("insert", rows), ("rows", rows)]
-        for rows in self.rank_rows.buckets[-1:]:
-            keys += [("write_page",), ("logprobs", True)]
+        for rows in self.rows.buckets:
+            keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
+        for rows in self.rows.buckets[-1:]:
+            keys += [("write_page",), ("read_page",), ("logprobs", True)]
             for shape in self.shapes:
                 keys += [("begin", shape, rows, True), ("layers", shape, rows, True), ("finish", shape, True)]
         pool = ThreadPoolExecutor(threads)
@@ -100,6 +96,7 @@ class ModelRunner:
         for shape in (self.shapes[0], self.shapes[-1]):
             batch = empty_batch(shape, self.spec.prefill_block, self.width)
             self._run(batch, shape, 0, False).token_S.block_until_ready()
+        self.rows.time_copies(self.pool)
 
     def write_pages(self, writes: Iterable[tuple[PageWrite, np.ndarray]]) -> None:
         """Copies pages of adapters (uint[L, TP, E/TP] each) into the pages that they were given."""
@@ -108,6 +105,16 @@ class ModelRunner:
             self.pool = program(self.pool, self._put(flat, P(None, "model")), self._put(np.int32(write.page_id)))
             self.loaded_bytes += page.nbytes
 
+    def read_pages(self, page_ids: list[int]) -> np.ndarray:
+        """Pages of the pool on the host: uint[n, L, TP, E/TP]."""
+        program, g = self.programs.get("read_page"), self.spec.geometry
+        pages = [np.asarray(program(self.pool, self._put(np.int32(page_id)))) for page_id in page_ids]
+        return np.stack(pages).reshape(len(page_ids), g.num_layers, g.tp, -1)
+
+    def stage(self, active: list[Adapter], wanted: list[Adapter], pages_of: PagesOf) -> None:
+        """Prepares for adapters that later steps will use; see RowBuffers.stage."""
+        self.rows.stage(active, wanted, self.pool, pages_of)
+
     def execute(self, step: ScheduledStep, pages_of: PagesOf) -> tuple[BuiltBatch, StepOutput]:
         """Runs a step; the result is on its way when this returns.
 
@@ -115,10 +122,10 @@ class ModelRunner:
             step: from the scheduler.
             pages_of: page ids of a resident adapter.
         """
-        plan = self._activate(step.adapters, pages_of)
+        plan = self.rows.activate(step.adapters, self.pool, pages_of)
         built = build_batch(
             step, self.shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
-            self.rank_rows.index_of,
+            self.rows.slot_of,
         )  # fmt: skip
         return built, self._run(built.batch, built.shape, plan.bucket, plan.extended)
 
@@ -139,11 +146,11 @@ class ModelRunner:
         block, axis = self.spec.prefill_block, 1 - self.spec.feature_axis
         extended = any(adapter.layout.vocab is not None for adapter in seq.adapters)
         program, vocab = self.programs.get("logprobs", extended), None
-        if extended and self._extra is not None:
-            mix_SX = np.zeros((block, num_slots(self.rank_rows.bucket)), np.float32)
+        if extended and self.rows.extra is not None:
+            mix_SX = np.zeros((block, num_slots(self.rows.rank_rows.bucket)), np.float32)
             for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
-                mix_SX[:, self.rank_rows.index_of(adapter)] = scale
-            vocab = VocabInputs(self.pool, self._extra.vocab, self._put(mix_SX))
+                mix_SX[:, self.rows.slot_of(adapter)] = scale
+            vocab = VocabInputs(self.pool, self.rows.extra.vocab, self._put(mix_SX))
         result: list[tuple[Any, ...]] = []
         for first in range(0, len(targets), block):
             part = targets[first : first + block]
@@ -158,56 +165,15 @@ class ModelRunner:
 
     def _run(self, batch: ForwardBatch, shape: BatchShape, rows: int, extended: bool) -> StepOutput:
         batch = self._put(batch)
-        if rows and self._row_tables is not None:
-            batch.lora = replace(self._row_tables, extra=self._extra if extended else None)
+        if rows and self.rows.tables is not None:
+            batch.lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
         top, programs, vocab = self.params["top"], self.programs, vocab_inputs(self.pool, batch)
         x, inputs = programs.get("begin", shape, rows, extended)(top, batch, vocab)
         layers = programs.get("layers", shape, rows, extended)
         no_rows = [None] * programs.group
         for weights, where, first in self._groups:
-            x, self.pool = layers(weights, self._row_layers[where] if rows else no_rows, self.pool, first, x, inputs)
+            x, self.pool = layers(weights, self.rows.layers[where] if rows else no_rows, self.pool, first, x, inputs)
         return programs.get("finish", shape, extended)(top, x, batch.sampling, vocab_inputs(self.pool, batch))
-
-    def _activate(self, adapters: list[Adapter], pages_of: PagesOf) -> RowPlan:
-        """Brings the adapters' rank rows into the buffers and the tables up to date."""
-        plan = self.rank_rows.plan(adapters)
-        if plan.rebuild:
-            self._row_layers = []  # free the old buffers before the new ones are made
-            self._row_layers = self.programs.get("rows", plan.bucket)()
-        for adapter, first_row, buffer_row in plan.copies:
-            self._insert(plan.bucket, self._row_units(adapter, first_row, np.asarray(pages_of(adapter))), buffer_row)
-        if plan.changed:
-            host = self._host_tables = self.rank_rows.tables()
-            owner_R, scale_LMR, const_LMR = self._put((host.owner_R, host.scale_LMR, host.const_LMR))
-            self._row_tables = LoRARows([], owner_R, scale_LMR, const_LMR, None)
-            self._extra = None
-        if plan.extended:
-            # An adapter may have been evicted and loaded again to other pages since its rows were copied.
-            key = [(adapter, list(pages_of(adapter))) for adapter in adapters if adapter.layout.vocab is not None]
-            if self._extra is None or key != self._vocab_key:
-                host, slots, g = self._host_tables, num_slots(plan.bucket), self.spec.geometry
-                vocab: Any = vocab_tables(adapters, pages_of, self.rank_rows.index_of, g.num_pages, slots)
-                self._extra = ExtraTables(*self._put((host.gain_LMR, host.norm_L2R, vocab)))
-                self._vocab_key = key
-        return plan
-
-    def _insert(self, rows: int, units: tuple[list[np.ndarray], list[np.ndarray]], buffer_row: int) -> None:
-        program, start = self.programs.get("insert", rows), self._put(np.int32(buffer_row))
-        for _, where, _ in self._groups:
-            a_units, b_units = self._put(tuple([u[where] for u in kind] for kind in units))
-            self._row_layers[where] = program(self._row_layers[where], self.pool, a_units, b_units, start)
 
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))
-
-    def _row_units(
-        self, adapter: Adapter, first_row: int, page_ids: np.ndarray
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Unit addresses of ROW_BLOCK rank rows of every module; unit 0 of the pool where there is no such row."""
-        addresses = self.spec.geometry.unit_addresses
-        a_units, b_units = [], []
-        for m in range(len(MODULES)):
-            a, b = adapter.layout.row_units(m, first_row, ROW_BLOCK)
-            a_units.append(np.maximum(addresses(page_ids, a), 0))
-            b_units.append(np.maximum(addresses(page_ids, b), 0))
-        return a_units, b_units

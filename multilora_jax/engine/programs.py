@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
 from multilora_jax.engine.vocab_tables import empty_tables
-from multilora_jax.memory.geometry import MODULES, PoolGeometry
-from multilora_jax.memory.pool import POOL_SPEC, write_page
+from multilora_jax.memory.pool import POOL_SPEC, read_page, write_page
 from multilora_jax.models.batch import (
     ExtraTables,
     ForwardBatch,
@@ -38,7 +37,7 @@ from multilora_jax.models.batch import (
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
 from multilora_jax.models.loader import param_specs
-from multilora_jax.models.rows import LAYER_ROWS_SPEC, insert_rows, make_rows
+from multilora_jax.models.rows import LAYER_ROWS_SPEC, insert_rows, make_rows, unit_columns
 from multilora_jax.models.sampler import StepOutput, mask_vocabulary, sample, token_logprobs
 
 MAX_CPU_GROUP = 4
@@ -128,9 +127,9 @@ class Programs:
     def get(self, *key: Any) -> Any:
         """The program of a key, compiled now if it never was.
 
-        Keys: ("begin" | "layers", shape, rows, extended), ("finish", shape, extended), ("insert" | "rows", rows),
-        ("write_page",), ("logprobs", extended), where rows is the number of active rank rows; an extended step has an
-        adapter with gains, norms or changes of the vocabulary, and always the most rows.
+        Keys: ("begin" | "layers", shape, rows, extended), ("finish", shape, extended), ("insert", rows, modules),
+        ("rows", rows), ("write_page",), ("read_page",), ("logprobs", extended), where rows is the number of active rank
+        rows; an extended step has an adapter with gains, norms or changes of the vocabulary, and always the most rows.
         """
         program = self._programs.get(key)
         if program is None:
@@ -175,7 +174,7 @@ class Programs:
         local = functools.partial(begin, spec=replace(self.spec, axis_name=None))
         # What adapters do to the embedding changes no shape.
         x, inputs = self.abstract(jax.eval_shape(local, self._params["top"], self._batch(shape, rows, extended), None))
-        row_buffers = self._row_buffers(rows)[:n] if rows else [None] * n
+        row_buffers = self._row_buffers(rows) if rows else [None] * n
         row_specs = [LAYER_ROWS_SPEC if rows else None] * n
         fn = self._jit(
             functools.partial(run_layers, spec=self.spec),
@@ -193,24 +192,28 @@ class Programs:
         fn = self._jit(functools.partial(finish, spec=self.spec), specs, P())
         return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch))
 
-    def _insert(self, rows: int) -> Any:
-        specs = [LAYER_ROWS_SPEC] * self.group
-        fn = self._jit(functools.partial(insert_rows, self.spec), (specs, POOL_SPEC, P(), P(), P()), specs, donate=(0,))
-        g: PoolGeometry = self.spec.geometry
-        units: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        for module in MODULES:
-            for kind, width in zip(units, g.module_dims(module), strict=True):
-                kind.append(np.zeros((self.group, ROW_BLOCK, width // g.unit), np.int32))
-        return fn.lower(self._row_buffers(rows)[: self.group], self._pool, *self.abstract((*units, np.int32(0))))
+    def _insert(self, rows: int, modules: tuple[str, ...]) -> Any:
+        specs, g = [LAYER_ROWS_SPEC] * self.group, self.spec.geometry
+        fn = self._jit(
+            functools.partial(insert_rows, self.spec, modules=modules),
+            (specs, POOL_SPEC, P(), P(), P()),
+            specs,
+            donate=(0,),
+        )
+        units_LCU = np.zeros((g.num_layers, ROW_BLOCK, max(c.stop for c in unit_columns(g).values())), np.int32)
+        return fn.lower(self._row_buffers(rows), self._pool, *self.abstract((units_LCU, np.int32(0), np.int32(0))))
 
     def _rows(self, rows: int) -> Any:
-        shardings = self._shardings([LAYER_ROWS_SPEC] * self.spec.config.num_layers)
-        return jax.jit(functools.partial(make_rows, self.spec, rows), out_shardings=shardings).lower()
+        shardings = self._shardings([LAYER_ROWS_SPEC] * self.group)
+        return jax.jit(functools.partial(make_rows, self.spec, rows, self.group), out_shardings=shardings).lower()
 
     def _write_page(self) -> Any:
         g = self.spec.geometry
         page = np.zeros((g.num_layers, g.page_elements), g.storage_dtype)
         return write_page.lower(self._pool, self.abstract(page, P(None, "model")), self.abstract(np.int32(0)))
+
+    def _read_page(self) -> Any:
+        return read_page.lower(self._pool, self.abstract(np.int32(0)))
 
     def _logprobs(self, extended: bool) -> Any:
         width, block = self.spec.config.hidden_size, self.spec.prefill_block
@@ -223,8 +226,9 @@ class Programs:
         return fn.lower(self._params["top"], *arrays, vocab_inputs(self._pool, batch))
 
     def _row_buffers(self, rows: int) -> list[LayerRows]:
-        shapes = jax.eval_shape(functools.partial(make_rows, self.spec, rows))
-        shardings = self._shardings([LAYER_ROWS_SPEC] * self.spec.config.num_layers)
+        """Those of one group of layers, described."""
+        shapes = jax.eval_shape(functools.partial(make_rows, self.spec, rows, self.group))
+        shardings = self._shardings([LAYER_ROWS_SPEC] * self.group)
         return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
 
     def _shardings(self, specs: Any) -> Any:

@@ -2,11 +2,13 @@
 
 The XLA path copies the rank rows of the adapters in use out of the pool into dense buffers, whose size is one of a few
 buckets. Copying costs more than using, so an adapter keeps its place from step to step: rows are rewritten only when
-an adapter joins, and the bucket changes only when it must grow or has long been too large.
+an adapter joins, and the bucket changes only when it must grow or has long been too large. Rows can be placed and
+copied some steps before they are used, so that no step has to wait for all of a large adapter's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,23 +23,25 @@ SHRINK_PATIENCE = 64
 """Steps that a smaller bucket would have done before the rows move to it."""
 
 
+RowCopy = tuple[Any, int, int]
+"""(adapter, first rank row, first buffer row) of a block of ROW_BLOCK rows to copy from the pool."""
+
+
 @dataclass
 class RowPlan:
     """What to do before a step.
 
     Attributes:
         bucket: rows of the buffers; 0 when no adapter is in the step.
-        rebuild: the buffers are replaced by fresh ones of `bucket` rows.
-        copies: (adapter, first rank row, first buffer row) of each block of ROW_BLOCK rows to copy from the pool.
-        changed: the tables are to be uploaded again.
         extended: an adapter of the step changes more than LoRA rows and biases can.
+        rebuild: the buffers are replaced by fresh ones of `bucket` rows.
+        copies: what must be copied first.
     """
 
     bucket: int
     extended: bool = False
     rebuild: bool = False
-    copies: list[tuple[Any, int, int]] = field(default_factory=list)
-    changed: bool = False
+    copies: list[RowCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,19 @@ class RankRows:
     Args:
         buckets: ascending buffer sizes in rows, each a multiple of ROW_BLOCK.
         num_layers: L.
+        bucket: size of the buffers now, 0 for none.
+
+    Attributes:
+        changed: the tables differ from what they were when `tables` was last called.
     """
 
-    def __init__(self, buckets: list[int], num_layers: int):
+    def __init__(self, buckets: list[int], num_layers: int, bucket: int = 0):
         self.buckets = buckets
         self.num_layers = num_layers
-        self.bucket = 0
+        self.bucket = bucket
+        self.changed = False
         self._blocks: dict[Any, list[int]] = {}  # adapter -> its blocks, least recently used adapter first
+        self._missing: dict[Any, list[RowCopy]] = {}  # of those, what was not copied yet
         self._index: dict[Any, int] = {}
         self._too_large = 0
 
@@ -78,64 +88,88 @@ class RankRows:
         """The adapter's slot: its column in `mix_SX`, its number in `owner_R`."""
         return self._index[adapter]
 
+    def holds(self, adapter: Any) -> bool:
+        """Whether all its rows are in the buffers."""
+        return adapter in self._blocks and adapter not in self._missing
+
     def forget(self, adapter: Any) -> None:
-        """Drops an unloaded adapter; its rows become free without being touched."""
-        self._blocks.pop(adapter, None)
-        self._index.pop(adapter, None)
+        """Drops an adapter; its rows become free without being touched."""
+        for kept in (self._blocks, self._missing, self._index):
+            kept.pop(adapter, None)
 
-    def reset(self) -> None:
-        """Forgets all places: the next step with adapters begins with fresh buffers of the size it needs."""
-        self.bucket, self._too_large = 0, 0
-        self._blocks, self._index = {}, {}
+    def reset(self, bucket: int = 0) -> None:
+        """Forgets all places, for fresh buffers."""
+        self.__init__(self.buckets, self.num_layers, bucket)
+        self.changed = True
 
-    def plan(self, adapters: list[Any]) -> RowPlan:
-        """Makes room for the adapters of a step and says what must be copied.
+    def bucket_for(self, adapters: Collection[Any]) -> int:
+        """The smallest buffers that hold these adapters.
 
         Raises:
-            ValueError: they need more rows than the largest bucket (the scheduler's budget prevents it).
+            ValueError: none does (the scheduler's budget prevents it).
         """
-        if not adapters:
-            return RowPlan(0)
         need = sum(_num_blocks(a) for a in adapters) * ROW_BLOCK
-        extended = any(a.layout.extended for a in adapters)
         # Extended steps are compiled for one size only.
+        extended = any(a.layout.extended for a in adapters)
         fitting = [b for b in (self.buckets[-1:] if extended else self.buckets) if b >= need]
         if not fitting:
             raise ValueError(f"{need} rank rows in one step exceed the largest bucket {self.buckets[-1]}")
-        for adapter in adapters:  # most recently used last
-            if adapter in self._blocks:
-                self._blocks[adapter] = self._blocks.pop(adapter)
-        self._too_large = self._too_large + 1 if fitting[0] < self.bucket else 0
-        if fitting[0] > self.bucket or self._too_large > SHRINK_PATIENCE:
-            self.reset()
-            self.bucket = fitting[0]
-            copies = self._place(adapters, set(adapters))
-            return RowPlan(self.bucket, extended, rebuild=True, copies=copies, changed=True)
-        missing = [a for a in adapters if a not in self._blocks]
-        if not missing:
-            return RowPlan(self.bucket, extended)
-        return RowPlan(self.bucket, extended, copies=self._place(missing, set(adapters)), changed=True)
+        return fitting[0]
 
-    def _place(self, missing: list[Any], wanted: set[Any]) -> list[tuple[Any, int, int]]:
+    def target(self, adapters: Collection[Any]) -> int:
+        """The size that the buffers should have for these adapters: larger at once, smaller after SHRINK_PATIENCE."""
+        fitting = self.bucket_for(adapters)
+        self._too_large = self._too_large + 1 if fitting < self.bucket else 0
+        return fitting if fitting > self.bucket or self._too_large > SHRINK_PATIENCE else self.bucket
+
+    def plan(self, adapters: list[Any]) -> RowPlan:
+        """Makes room for the adapters of a step, which begins now, and says what must be copied."""
+        if not adapters:
+            return RowPlan(0)
+        fitting = self.bucket_for(adapters)
+        rebuild = fitting > self.bucket
+        if rebuild:
+            self.reset(fitting)
+        self.place(adapters, adapters)
+        for adapter in adapters:  # most recently used last
+            self._blocks[adapter] = self._blocks.pop(adapter)
+        extended = any(a.layout.extended for a in adapters)
+        return RowPlan(self.bucket, extended, rebuild, [copy for a in adapters for copy in self.take_copies(a)])
+
+    def place(self, adapters: Iterable[Any], keep: Iterable[Any]) -> None:
+        """Gives each of these adapters blocks, where it has none, taken from adapters that are not to be kept."""
+        absent = [adapter for adapter in adapters if adapter not in self._blocks]
+        if not absent:
+            return
+        keep, self.changed = set(keep), True
         taken = {block for blocks in self._blocks.values() for block in blocks}
         free = [block for block in range(self.bucket // ROW_BLOCK) if block not in taken]
-        idle = [a for a in self._blocks if a not in wanted]
-        copies = []
-        for adapter in missing:
+        idle = [a for a in self._blocks if a not in keep]
+        for adapter in absent:
             count = _num_blocks(adapter)
             while len(free) < count:
                 out = idle.pop(0)
-                free += self._blocks.pop(out)
-                del self._index[out]
+                free += self._blocks[out]
+                self.forget(out)
             blocks, free = free[:count], free[count:]
             self._blocks[adapter] = blocks
+            self._missing[adapter] = [(adapter, n * ROW_BLOCK, b * ROW_BLOCK) for n, b in enumerate(blocks)]
             used = set(self._index.values())
             self._index[adapter] = next(i for i in range(len(used) + 1) if i not in used)
-            copies += [(adapter, n * ROW_BLOCK, block * ROW_BLOCK) for n, block in enumerate(blocks)]
-        return copies
+
+    def take_copies(self, adapter: Any, most: int | None = None) -> list[RowCopy]:
+        """Up to `most` of the copies that a placed adapter still needs; the caller makes them."""
+        missing = self._missing.get(adapter, [])
+        taken, left = missing[:most], missing[len(missing[:most]) :]
+        if left:
+            self._missing[adapter] = left
+        else:
+            self._missing.pop(adapter, None)
+        return taken
 
     def tables(self) -> HostTables:
         """What the rows of the current bucket are."""
+        self.changed = False
         tables = HostTables.empty(self.num_layers, self.bucket)
         for adapter, blocks in self._blocks.items():
             own = adapter.layout.row_tables()

@@ -71,7 +71,7 @@ class Scheduler:
         self._live: dict[str, Entry] = {}
         self._waiting = WaitingQueue()
         self._running: dict[str, Entry] = {}  # in order of admission
-        self._active = ActiveAdapters(config, cache)
+        self.active = ActiveAdapters(config, cache)
         self._next_order = 0
         self._stalled: Entry | None = None  # could not get its adapters in, and nobody behind it could run
         self.waits_for_loads = False
@@ -89,16 +89,6 @@ class Scheduler:
         """Sequences that may start beside the running ones."""
         return self.config.max_num_seqs - len(self._running)
 
-    @property
-    def num_active_adapters(self) -> int:
-        """Distinct adapters of the running sequences."""
-        return len(self._active.users)
-
-    @property
-    def num_active_rank_rows(self) -> int:
-        """Rank rows that those adapters take of max_rank_rows."""
-        return self._active.num_rows
-
     def has_unfinished(self) -> bool:
         return bool(self._live)
 
@@ -115,7 +105,7 @@ class Scheduler:
         needed = sum(adapter.num_pages for adapter in seq.adapters if not self._cache.is_resident(adapter))
         return (
             self.num_free_seats > 0
-            and self._active.obstacle(seq.adapters) is not Obstacle.NO_ROOM
+            and self.active.has_room_for(seq.adapters)
             and needed + self._pages_to_start(seq) <= self._cache.pages_available(beside=seq.adapters)
         )
 
@@ -216,7 +206,7 @@ class Scheduler:
             return None
         used = {adapter for seq in step.decodes for adapter in seq.adapters}
         used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
-        step.adapters = [adapter for adapter in self._active.users if adapter in used]
+        step.adapters = [adapter for adapter in self.active.users if adapter in used]
         return step
 
     def check_integrity(self) -> None:
@@ -235,7 +225,7 @@ class Scheduler:
             raise PoolIntegrityError("a waiting sequence holds pages")
         if len(self._waiting) + len(self._running) != len(self._live):
             raise PoolIntegrityError(f"{len(self._live)} sequences are live but not each waits or runs")
-        if any(self._cache.references(adapter) != n for adapter, n in self._active.users.items()):
+        if any(self._cache.references(adapter) != n for adapter, n in self.active.users.items()):
             raise PoolIntegrityError("an adapter's references differ from the running sequences that use it")
 
     def _schedule_running(self, step: ScheduledStep) -> int:
@@ -288,7 +278,7 @@ class Scheduler:
             adapters = entry.seq.adapters
             obstacle = obstacles.get(adapters)
             if obstacle is None and adapters:
-                obstacle = self._active.obstacle(adapters)
+                obstacle = self.active.obstacle(adapters)
                 if obstacle is not None:
                     obstacles[adapters] = obstacle
             if obstacle is not None:
@@ -331,7 +321,7 @@ class Scheduler:
         acquired = [self._cache.acquire(adapter) for adapter in seq.adapters]
         if not all(acquired) or not self._kv.allocate_for(seq, num_tokens, protect):
             raise PoolIntegrityError(f"request {seq.request_id!r} was found to fit but did not")
-        self._active.add(seq.adapters)
+        self.active.add(seq.adapters)
         self._running[seq.request_id] = entry
         entry.running = True
         seq.status = SequenceStatus.RUNNING
@@ -343,6 +333,6 @@ class Scheduler:
         self._kv.free(seq)
         del self._running[seq.request_id]
         entry.running = False
-        self._active.remove(seq.adapters)
+        self.active.remove(seq.adapters)
         for adapter in seq.adapters:
             self._cache.release(adapter)

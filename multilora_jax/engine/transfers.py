@@ -69,6 +69,7 @@ class AdapterTransfers:
         self._lookahead = max(1, lookahead)
         self._max_reads = max(1, max_reads)
         self._fetching: dict[Any, None] = {}
+        self._turned_away: set[Any] = set()  # wanted ones whose host copy was there when there was no room
         self._pages: dict[Any, np.ndarray] = {}  # of the loading adapters: the source may drop its copy meanwhile
 
     def awaited(self) -> list[Any]:
@@ -112,8 +113,10 @@ class AdapterTransfers:
         self._fetching = {}
         if not all(map(cache.is_resident, wanted)):
             self._bring_in(in_sight, None if self._prefetch else self._due(in_sight))
-        for adapter in cache.pinned_absent():
-            self._bring(adapter, next_up, self._scheduler.num_running)
+        for adapter in cache.pinned():
+            if not cache.is_resident(adapter):
+                self._bring(adapter, next_up, self._scheduler.num_running)
+        self._turned_away &= wanted.keys()
         cache.set_fetching(self._fetching)
         writes = cache.take_writes(self._pages_per_step if busy else None)
         copies = [(write, self._pages[write.adapter][write.index]) for write in writes]
@@ -174,11 +177,20 @@ class AdapterTransfers:
             return True
         pages = self._source.get(adapter)
         if pages is None:
+            # Read ahead of its room once. A small host tier may drop the copy again before there is room, and reading
+            # it over and over would look as if it were on its way.
+            if adapter in self._turned_away and (
+                (refused is not None and adapter.num_pages >= refused)
+                or not self._cache.could_reserve(adapter, protect, spare)
+            ):
+                return False
             if len(self._fetching) < self._max_reads or self._cache.is_pinned(adapter):
                 self._source.request(adapter)
                 self._fetching[adapter] = None
             return True
         if (refused is not None and adapter.num_pages >= refused) or not self._cache.reserve(adapter, protect, spare):
+            self._turned_away.add(adapter)
             return False
+        self._turned_away.discard(adapter)
         self._pages[adapter] = pages
         return True

@@ -209,11 +209,16 @@ def read_tokenizer_files(folder: str, hasher: Hasher) -> tuple[bool, str | None]
     texts: dict[str, bytes] = {}
     for name in names:
         path = os.path.join(folder, name)
-        if os.path.isfile(path):
+        # Other entries of the folder of templates are not read; all else that is there must be a file.
+        if os.path.isfile(path) or (os.path.lexists(path) and not _is_ignored(name)):
             texts[name] = _read(path, MAX_TOKENIZER_BYTES, "bad_tokenizer")
             hasher.update(repr((name, len(texts[name]))).encode("utf-8", "backslashreplace"))
             hasher.update(texts[name])
     return TOKENIZER_FILE in texts, _chat_template(texts)
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(TEMPLATE_FOLDER) and not name.endswith(".jinja")
 
 
 def _chat_template(texts: Mapping[str, bytes]) -> str | None:

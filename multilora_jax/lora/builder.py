@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multilora_jax.errors import AdapterError
+from multilora_jax.chat_template import check_template
+from multilora_jax.errors import AdapterError, UserError
 from multilora_jax.lora.adapter import AdapterVersion
 from multilora_jax.lora.adapter_files import read_tokenizer_files
 from multilora_jax.lora.deltas import BaseTensors, to_deltas
@@ -67,7 +68,8 @@ class AdapterBuilder:
 
         Raises:
             AdapterError: the content is not that of `known` (`adapter_changed`).
-            NotFoundError, AdapterError, ConfigError: see `load_adapter`, `to_deltas`, `pack`, `Tokenizer.from_folder`.
+            NotFoundError, AdapterError, ConfigError: see `load_adapter`, `to_deltas`, `pack`, `own_template`,
+                `Tokenizer.from_folder`.
         """
         weights = load_adapter(
             folder, self._model_config, max_lora_rank=self._max_lora_rank, max_extra_vocab=self._max_extra_vocab,
@@ -82,21 +84,52 @@ class AdapterBuilder:
         return self.build(weights, known)
 
     def build(self, weights: AdapterWeights, known: AdapterVersion | None = None) -> tuple[AdapterVersion, np.ndarray]:
-        """The same from checked arrays; raises as `to_deltas`, `pack` and `Tokenizer.from_folder` do."""
+        """The same from checked arrays; raises as `to_deltas`, `pack`, `own_template` and `Tokenizer.from_folder`."""
         deltas = to_deltas(weights, self._model_config, self._base, self._geometry.vocab_rows, self._geometry.dtype)
         packed = pack(deltas, self._geometry)
         if known is not None:
             return known, packed.pages
-        folder, template = weights.tokenizer_folder, weights.chat_template
+        folder = weights.tokenizer_folder
+        template = own_template(weights.chat_template, self._base_template)
+        tokenizer = None if folder is None else self._tokenizers.of_folder(folder)
         version = AdapterVersion(
             digest=weights.digest,
             layout=packed.layout,
             base_model=weights.config.base_model_name_or_path,
-            tokenizer=None if folder is None else self._tokenizers.of_folder(folder),
-            chat_template=None if template == self._base_template else template,
-            warnings=weights.warnings,
+            tokenizer=tokenizer,
+            chat_template=template,
+            warnings=(*weights.warnings, *tokenizer_warnings(tokenizer, weights.vocab_size)),
         )
         return version, packed.pages
+
+
+def own_template(template: str | None, base_template: str | None) -> str | None:
+    """The template that an adapter brings, checked; None where it brings none or the base's.
+
+    Raises:
+        AdapterError: it does not compile (`bad_chat_template`).
+    """
+    if template is None or template == base_template:
+        return None
+    try:
+        check_template(template)
+    except UserError as error:
+        raise AdapterError(error.message, reason="bad_chat_template", param="lora_path") from error
+    return template
+
+
+def tokenizer_warnings(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:
+    """Says so where an adapter's own tokenizer has tokens beyond the adapter's vocabulary.
+
+    That is no error: a padding token that no text gives rise to often lies there.
+    """
+    beyond = 0 if tokenizer is None else tokenizer.num_ids_from(vocab_size)
+    if not beyond:
+        return []
+    return [
+        f"its tokenizer has {beyond} tokens with ids of {vocab_size} or more, which the model does not have: text that "
+        "holds them is refused"
+    ]
 
 
 class SharedTokenizers:

@@ -108,10 +108,6 @@ class AdapterCache(Generic[AdapterT]):
         """Pinned adapters, wherever they are."""
         return list(self._pinned)
 
-    def pinned_absent(self) -> list[AdapterT]:
-        """Pinned adapters that have no pages yet."""
-        return [adapter for adapter in self._pinned if adapter not in self._resident]
-
     def references(self, adapter: AdapterT) -> int:
         """Running references to the adapter; 0 where it is idle or absent."""
         return self._resident[adapter].references if adapter in self._resident else 0
@@ -242,6 +238,10 @@ class AdapterCache(Generic[AdapterT]):
         self.order.enter(adapter)
         self._settle(adapter)
         return True
+
+    def could_reserve(self, adapter: AdapterT, protect: Collection[AdapterT] = (), spare: int = 0) -> bool:
+        """Whether `reserve` would find room now."""
+        return adapter in self._resident or self._choose_victims(adapter.num_pages, protect, spare) is not None
 
     def take_writes(self, max_pages: int | None = None) -> list[PageWrite[AdapterT]]:
         """The next pages to copy to the device, each listed once; an adapter is ready with its last one.

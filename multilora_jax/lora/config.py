@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -28,11 +28,11 @@ DEFAULT_ALPHA = 8.0
 _INERT = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
     "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
-    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
 _READ = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights",
-    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying",
+    "use_dora", "lora_bias", "modules_to_save", "target_modules", "trainable_token_indices", "ensure_weight_tying",
 })  # fmt: skip
 
 UNSUPPORTED_FIELDS = {
@@ -120,6 +120,12 @@ def _module_names(value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
+def _target_modules(value: Any) -> tuple[str, ...]:
+    """A list of names; nothing where there is a regular expression, or whatever else: it changes no result."""
+    listed = isinstance(value, list | tuple | set | frozenset) and all(isinstance(n, str) and n for n in value)
+    return tuple(sorted(set(value))) if listed else ()
+
+
 def _token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """trainable_token_indices by module; a bare list is embed_tokens'."""
     field = "trainable_token_indices"
@@ -192,6 +198,7 @@ class PeftConfig:
         ensure_weight_tying: what is trained on one of embed_tokens and lm_head is trained on both, where the base ties
             them.
         base_model_name_or_path: what the adapter says it was trained on; advisory, never fetched.
+        target_modules: ends of the names of the modules meant, where they are listed; advisory, the weights decide.
     """
 
     r: int
@@ -206,6 +213,7 @@ class PeftConfig:
     trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     ensure_weight_tying: bool = False
     base_model_name_or_path: str | None = None
+    target_modules: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_dict(cls, raw: Any) -> PeftConfig:
@@ -239,6 +247,7 @@ class PeftConfig:
             modules_to_save=_module_names(raw.get("modules_to_save")),
             trainable_token_indices=_token_indices(raw.get("trainable_token_indices")),
             base_model_name_or_path=base if isinstance(base, str) else None,
+            target_modules=_target_modules(raw.get("target_modules")),
             **flags,
         )
 
@@ -291,6 +300,6 @@ def _refuse_unserved(raw: Mapping[str, Any]) -> None:
         )
     if start is not None and not isinstance(start, bool | str):
         raise _bad("init_lora_weights", f"must be true, false or a name, got {_show(start)}")
-    for field, value in raw.items():
-        if value and field not in _READ and field not in _INERT:
-            raise unsupported(field, f"got {_show(value)}")
+    for name, value in raw.items():
+        if value and name not in _READ and name not in _INERT:
+            raise unsupported(name, f"got {_show(value)}")

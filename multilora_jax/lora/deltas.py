@@ -92,6 +92,7 @@ class AdapterDeltas:
     extra_tokens: int = 0
 
 
+@np.errstate(over="ignore", invalid="ignore")  # `pack` finds what is not finite, and names it
 def to_deltas(
     weights: AdapterWeights, model_config: ModelConfig, base: BaseTensors, vocab_rows: int, dtype: str = "float32"
 ) -> AdapterDeltas:

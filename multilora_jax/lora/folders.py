@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 
 from multilora_jax.errors import NotFoundError, PermissionDeniedError, UserError
 from multilora_jax.lora.adapter_files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, WEIGHTS_FILE, weight_files
@@ -52,21 +53,51 @@ class AllowedFolders:
                 )  # fmt: skip
 
 
-def check_files(folder: str, path: str) -> None:
-    """Checks that a real folder has a config and weights; opens nothing, so they may still be refused when loaded.
+def check_folder(folder: str, path: str, name: str = "") -> None:
+    """Checks that a folder is one, and may hold an adapter.
+
+    Args:
+        folder: what is looked at.
+        path: what the message calls it.
+        name: the adapter's, for the message, where it has one.
 
     Raises:
-        NotFoundError: `adapter_path_not_found`, `adapter_file_not_found`; `path` is what the message names.
+        NotFoundError: there is no such folder (`adapter_path_not_found`); or neither a config nor weights are in it
+            (`adapter_file_not_found`).
     """
+    what = f"adapter {name!r}: folder {path[:500]!r}" if name else f"adapter folder {path[:500]!r}"
     if not os.path.isdir(folder):
-        raise NotFoundError(
-            f"adapter folder {path[:500]!r} does not exist: give a local folder that holds {CONFIG_FILE}",
-            reason="adapter_path_not_found", param="lora_path",
-        )  # fmt: skip
-    for names in ((CONFIG_FILE,), (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE)):
-        if not any(os.path.lexists(os.path.join(folder, name)) for name in names):
+        why = f"does not exist: give a local folder that holds {CONFIG_FILE}"
+        if os.path.exists(folder):
+            why = f"is a file: give its folder, the one that holds {CONFIG_FILE}"
+        raise NotFoundError(f"{what} {why}", reason="adapter_path_not_found", param="lora_path")
+    with suppress(OSError):  # one that may not be listed may yet be read
+        inside = os.listdir(folder)
+        if not any(entry == CONFIG_FILE or entry.endswith((".safetensors", ".bin")) for entry in inside):
+            why = "is empty" if not inside else f"holds no adapter, neither {CONFIG_FILE} nor {WEIGHTS_FILE}"
+            if any(os.path.lexists(os.path.join(folder, entry, CONFIG_FILE)) for entry in inside):
+                why += ", but folders in it do: give one of them"
+            else:
+                why += ": give a folder that PEFT saved an adapter in"
+            raise NotFoundError(f"{what} {why}", reason="adapter_file_not_found", param="lora_path")
+
+
+def check_files(folder: str, path: str, name: str) -> None:
+    """Checks that a real folder has a config and weights; opens nothing, so they may still be refused when loaded.
+
+    Args:
+        folder: what is looked at.
+        path, name: what the message calls the folder, and the adapter.
+
+    Raises:
+        NotFoundError: `adapter_path_not_found`, `adapter_file_not_found`.
+    """
+    check_folder(folder, path, name)
+    for files in ((CONFIG_FILE,), (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE)):
+        if not any(os.path.lexists(os.path.join(folder, file)) for file in files):
             raise NotFoundError(
-                f"adapter folder {path[:500]!r} has no {names[0]}: give a folder that PEFT saved an adapter in",
+                f"adapter {name!r}: folder {path[:500]!r} has no {files[0]}: give a folder that PEFT saved an adapter "
+                "in",
                 reason="adapter_file_not_found", param="lora_path",
             )  # fmt: skip
 

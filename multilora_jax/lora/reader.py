@@ -272,6 +272,8 @@ def _accept(adapter: Adapter, version: AdapterVersion, check: Check | None) -> N
     if check is not None:
         check(replace(adapter, version=version))
     adapter.version = version
+    for warning in version.warnings:
+        log.warning("adapter %r: %s", adapter.name, warning)
 
 
 def _folder_bytes(folder: str) -> int:

@@ -24,6 +24,10 @@ _MAX_NAMES_COMPARED = 1000
 
 def check_name(name: str) -> None:
     """Raises UserError unless `name` can be an adapter's: at most MAX_NAME_LENGTH printable characters."""
+    if not isinstance(name, str):
+        raise UserError(
+            f"lora_name must be a text, not {type(name).__name__}", reason="bad_lora_name", param="lora_name"
+        )
     if len(name) > MAX_NAME_LENGTH:
         raise UserError(
             f"lora_name has {len(name)} characters, at most {MAX_NAME_LENGTH} are allowed",
@@ -96,10 +100,10 @@ class AdapterRegistry:
         """
         check_name(request.lora_name)
         with self._name_lock(request.lora_name):
-            if self._find(request.lora_name) is not None and request.load_inplace:
+            if self.find(request.lora_name) is not None and request.load_inplace:
                 return self._load(request, trusted)
             adapter = self._new(request, trusted)
-            check_files(adapter.folder, request.lora_path)
+            check_files(adapter.folder, request.lora_path, request.lora_name)
             return self._publish(adapter, replace=False)
 
     def load(
@@ -138,7 +142,7 @@ class AdapterRegistry:
         check_name(name)
         with self._name_lock(name):
             if int_id is None:
-                existing = self._find(name) if load_inplace else None
+                existing = self.find(name) if load_inplace else None
                 int_id = self.next_int_id() if existing is None else existing.int_id
             request = LoRARequest(name, int_id, load_inplace=load_inplace)
             with self._lock:
@@ -173,19 +177,19 @@ class AdapterRegistry:
         """
         if not request.lora_path:
             return self.get(request.lora_name)  # whichever version has the name now, whatever its id
-        existing = self._find(request.lora_name)
+        existing = self.find(request.lora_name)
         if existing is not None and not request.load_inplace:
             return self._same(existing, request)
         check_name(request.lora_name)
         with self._name_lock(request.lora_name):
-            existing = self._find(request.lora_name)
+            existing = self.find(request.lora_name)
             if existing is not None and not request.load_inplace:
                 return self._same(existing, request)
             return self._load(request, trusted=False)
 
     def get(self, name: str, *, param: str = "model") -> Adapter:
         """The adapter called `name`; `param` is the field that a NotFoundError (`unknown_adapter`) blames."""
-        existing = self._find(name)
+        existing = self.find(name)
         if existing is None:
             raise self._unknown(name, param)
         return existing
@@ -219,7 +223,7 @@ class AdapterRegistry:
 
     def has(self, adapter: Adapter) -> bool:
         """Whether new requests for the adapter's name get this very adapter."""
-        return self._find(adapter.name) is adapter
+        return self.find(adapter.name) is adapter
 
     def list(self) -> list[Adapter]:
         """All adapters, the first registered first."""
@@ -232,7 +236,8 @@ class AdapterRegistry:
             self._last_id += 1
             return self._last_id
 
-    def _find(self, name: str) -> Adapter | None:
+    def find(self, name: str) -> Adapter | None:
+        """The adapter called `name`, None if there is none."""
         with self._lock:
             return self._adapters.get(name)
 

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multilora_jax.errors import AdapterError, NotFoundError
+from multilora_jax.errors import AdapterError
 from multilora_jax.lora.adapter_files import (
-    CONFIG_FILE,
     TensorSource,
+    listing,
     open_weights,
     read_config,
     read_tokenizer_files,
 )
-from multilora_jax.lora.arrays import ArraySource, config_of
+from multilora_jax.lora.arrays import ArraySource, check_forms, config_of
 from multilora_jax.lora.binding import Binding, bind
 from multilora_jax.lora.config import PeftConfig
+from multilora_jax.lora.folders import check_folder
 from multilora_jax.lora.tensor_names import EMBED, FINAL_NORM, HEAD, INPUT_NORM, POST_NORM, Slot, TensorKind
 from multilora_jax.lora.vocabulary import VOCAB_PATHS, replaced_rows
 from multilora_jax.memory.geometry import MODULES
@@ -133,11 +134,7 @@ def load_adapter(
             `ambiguous_tensors`, `incomplete_tensors`, `empty_adapter`, `empty_tensor`, `shape_mismatch`,
             `rank_mismatch`, `rank_too_large`, `vocab_too_large`, `nan_weights`.
     """
-    if not os.path.isdir(path):
-        raise NotFoundError(
-            f"adapter folder {path[:500]!r} does not exist: give a local folder that holds {CONFIG_FILE}",
-            reason="adapter_path_not_found", param="lora_path",
-        )  # fmt: skip
+    check_folder(path, path)
     config = read_config(path)
     source = open_weights(path)
     binding = bind(
@@ -146,7 +143,7 @@ def load_adapter(
     digest = _start_digest(config)
     has_tokenizer, chat_template = read_tokenizer_files(path, digest)
     parts = _read(source, binding, config, model_config, digest)
-    warnings = [*_base_warnings(config, base_name), *_delta_warnings(parts)]
+    warnings = [*_base_warnings(config, base_name), *_target_warnings(config, binding), *_delta_warnings(parts)]
     if not has_tokenizer and os.path.exists(os.path.join(path, "tokenizer.model")):
         warnings.append("its tokenizer.model is not used, since there is no tokenizer.json beside it: the base's is")
     return AdapterWeights(
@@ -176,6 +173,7 @@ def weights_from_arrays(
     """
     source = ArraySource(arrays)
     config = config_of(config, source)
+    check_forms(source, model_config)
     binding = bind(
         source.tensors, config, model_config, max_lora_rank=max_lora_rank, max_extra_vocab=max_extra_vocab
     )  # fmt: skip
@@ -183,7 +181,7 @@ def weights_from_arrays(
     parts = _read(source, binding, config, model_config, digest)
     return AdapterWeights(
         path="", digest=digest.hexdigest(), rank=binding.rank, config=config, vocab_size=binding.vocab_size,
-        warnings=tuple(_delta_warnings(parts)), **parts,
+        warnings=(*_target_warnings(config, binding), *_delta_warnings(parts)), **parts,
     )  # fmt: skip
 
 
@@ -260,21 +258,43 @@ def _delta_warnings(parts: Mapping[str, Any]) -> list[str]:
     return ["its delta is zero: it changes nothing, as an adapter that was never trained"]
 
 
+def _target_warnings(config: PeftConfig, binding: Binding) -> list[str]:
+    """Says so where the config names none of the modules that there are weights for; the weights are served."""
+    named = config.target_modules
+    has_projections = any(module in MODULES for _, module in binding.paths)
+    if (
+        not named
+        or not has_projections
+        or any(f".{path}".endswith(f".{n}") for path in binding.paths.values() for n in named)
+    ):
+        return []
+    return [
+        f"its target_modules ({listing(named)}) are none of the modules that it has weights for: PEFT would ignore "
+        "these weights, here they are served"
+    ]
+
+
 def _base_warnings(config: PeftConfig, base_name: str | None) -> list[str]:
     """Says so where the adapter plainly names another base; where its folder lies is of no interest."""
     named, served = (_last_part(name) for name in (config.base_model_name_or_path, base_name))
     if not named or not served or named.lower() == served.lower():
         return []
+    if any(name.startswith("pypi:") or name.endswith(".gguf") for name in (named, served)):
+        # A wheel and a GGUF file go by names of their own, made of some of the model's.
+        ours, theirs = _words(served), _words(named)
+        if not ours or not theirs or ours & theirs:
+            return []
     return [f"it says that it was trained on {named[:200]!r}, and the base here is {served[:200]!r}"]
+
+
+def _words(name: str) -> set[str]:
+    """The words of a model's name by which it can be told: four or more characters, a letter among them."""
+    words = re.split(r"[^0-9a-z]+", name.lower())
+    return {word for word in words if len(word) >= 4 and not word.isdecimal()} - {"pypi", "gguf", "model"}
 
 
 def _last_part(name: str | None) -> str:
     """The last component of a path or hub id; empty where that says nothing of the model."""
     part = re.split(r"[/\\]", (name or "").rstrip("/\\"))[-1]
-    says_nothing = (
-        part in ("", ".", "..")
-        or part.startswith("pypi:")
-        or part.endswith(".gguf")
-        or re.fullmatch(r"[0-9a-f]{40}", part)
-    )
+    says_nothing = part in ("", ".", "..") or re.fullmatch(r"[0-9a-f]{40}", part)
     return "" if says_nothing else part

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from multilora_jax.memory.geometry import MODULES
+from multilora_jax.memory.geometry import MODULES, PoolGeometry
 from multilora_jax.models.batch import LayerRows
 from multilora_jax.models.layers import LlamaSpec
 
@@ -33,8 +33,8 @@ LAYER_ROWS_SPEC = LayerRows(**_SPECS)
 """Every rank row is split along its long dimension."""
 
 
-def make_rows(spec: LlamaSpec, num_rows: int) -> list[LayerRows]:
-    """Buffers of R rank rows for every layer, zeros, whole (all shards)."""
+def make_rows(spec: LlamaSpec, num_rows: int, num_layers: int) -> list[LayerRows]:
+    """Buffers of R rank rows for some layers, zeros, whole (all shards)."""
     g = spec.geometry
 
     def layer() -> LayerRows:
@@ -47,42 +47,58 @@ def make_rows(spec: LlamaSpec, num_rows: int) -> list[LayerRows]:
             arrays[b] = jnp.zeros((out_dim, num_rows), spec.dtype)
         return LayerRows(**arrays)
 
-    return [layer() for _ in range(g.num_layers)]
+    return [layer() for _ in range(num_layers)]
+
+
+def unit_columns(geometry: PoolGeometry) -> dict[tuple[str, str], slice]:
+    """Columns of `units_LCU` in insert_rows: those of each (module, "a" or "b")."""
+    columns, start = {}, 0
+    for module in MODULES:
+        for kind, length in zip("ab", geometry.module_dims(module), strict=True):
+            columns[module, kind] = slice(start, start + length // geometry.unit)
+            start += length // geometry.unit
+    return columns
 
 
 def insert_rows(
     spec: LlamaSpec,
     layers: list[LayerRows],
     pool: jax.Array,
-    a_units: list[jax.Array],
-    b_units: list[jax.Array],
+    units_LCU: jax.Array,
+    first: jax.Array,
     start: jax.Array,
+    *,
+    modules: tuple[str, ...] = MODULES,
 ) -> list[LayerRows]:
-    """Copies C rank rows of every module to the buffer rows from `start` on. DONATES layers when jitted so.
+    """Copies C rank rows to the buffer rows from `start` on. DONATES layers when jitted so.
 
     Args:
         layers: row buffers of some of the model's layers.
         pool: uint[L, P, E] (this shard's).
-        a_units, b_units: per module int32[layers, C, in/u] and int32[layers, C, out/u], rows of the pool as a matrix
-            of units; unit 0, which is of page 0 and finite, where there is no such row.
+        units_LCU: int32[L, C, U], of all layers: for each row the rows of the pool as a matrix of units that it is made
+            of, module by module as `unit_columns` says; unit 0, which is of page 0 and finite, where there is none.
+        first: int32 scalar, index of the first of `layers`.
         start: int32 scalar.
+        modules: the modules to copy; the rows of the others stay as they are.
     """
     width = spec.geometry.unit // spec.geometry.tp
-    units = pool.reshape(-1, width)
+    units, columns = pool.reshape(-1, width), unit_columns(spec.geometry)
+    units_NCU = jax.lax.dynamic_slice_in_dim(units_LCU, first, len(layers))
 
-    def gather(index_LCU: jax.Array) -> jax.Array:
-        bits = units.at[index_LCU].get(mode="promise_in_bounds")
+    def gather(column: slice) -> jax.Array:
+        index_NCU = units_NCU[:, :, column]
+        bits = units.at[index_NCU].get(mode="promise_in_bounds")
         rows = jax.lax.bitcast_convert_type(bits, spec.dtype)
-        return rows.reshape(*index_LCU.shape[:2], -1)
+        return rows.reshape(*index_NCU.shape[:2], -1)
 
-    gathered = [(gather(a), gather(b)) for a, b in zip(a_units, b_units, strict=True)]
+    gathered = {module: (gather(columns[module, "a"]), gather(columns[module, "b"])) for module in modules}
     result = []
     for index, layer in enumerate(layers):
         arrays = dict(vars(layer))
-        for m, module in enumerate(MODULES):
+        for module in modules:
             a, place, b = PLACES[module]
-            a_LCI, b_LCO = gathered[m]
-            arrays[a] = jax.lax.dynamic_update_slice(arrays[a], a_LCI[index][None], (place, start, 0))
-            arrays[b] = jax.lax.dynamic_update_slice(arrays[b], b_LCO[index].T, (0, start))
+            a_NCI, b_NCO = gathered[module]
+            arrays[a] = jax.lax.dynamic_update_slice(arrays[a], a_NCI[index][None], (place, start, 0))
+            arrays[b] = jax.lax.dynamic_update_slice(arrays[b], b_NCO[index].T, (0, start))
         result.append(LayerRows(**arrays))
     return result

@@ -134,10 +134,11 @@ def embedding_deltas(
         def rows(total_TD: jax.Array) -> jax.Array:
             row_T = slot.integers(slot.embed_map, token_ids_T, vocab) - 1
             rows_TD = slot.rows(slot.embed_rows, jnp.maximum(row_T, 0), width)
-            return total_TD + jnp.where((row_T >= 0)[:, None], w_T1 * rows_TD, 0)
+            return total_TD + _scaled(w_T1, jnp.where((row_T >= 0)[:, None], rows_TD, 0))
 
         def gain(total_TD: jax.Array) -> jax.Array:
-            return total_TD + w_T1 * embedded_TD * slot.rows(slot.embed_gain, jnp.zeros(1, jnp.int32), width)
+            gain_1D = slot.rows(slot.embed_gain, jnp.zeros(1, jnp.int32), width)
+            return total_TD + _scaled(w_T1, embedded_TD * gain_1D)
 
         def ranks(j: jax.Array, total_TD: jax.Array) -> jax.Array:
             rank_R = j * _RANK_CHUNK + jnp.arange(_RANK_CHUNK)
@@ -145,7 +146,7 @@ def embedding_deltas(
             starts_R1 = slot.embed_a + rank_R[:, None] * (vocab // spec.geometry.unit)
             a_RT = jnp.where(live_R1, slot.elements(starts_R1, token_ids_T[None], vocab), 0)
             b_RD = jnp.where(live_R1, slot.rows(slot.embed_b, rank_R, width), 0)
-            return total_TD + slot.scales_2[0] * w_T1 * _dot(a_RT.T, b_RD)
+            return total_TD + _scaled(w_T1, slot.scales_2[0] * _dot(a_RT.T, b_RD))
 
         total_TD = _where_present(slot.embed_map, rows, total_TD)
         total_TD = _where_present(slot.embed_gain, gain, total_TD)
@@ -160,7 +161,8 @@ def final_norm_deltas(spec: LlamaSpec, pool: jax.Array, tables: VocabTables, mix
 
     def add(slot: _Slot, total_TD: jax.Array) -> jax.Array:
         def norm(total_TD: jax.Array) -> jax.Array:
-            return total_TD + mix_TX[:, slot.slot][:, None] * slot.rows(slot.final_norm, jnp.zeros(1, jnp.int32), width)
+            norm_1D = slot.rows(slot.final_norm, jnp.zeros(1, jnp.int32), width)
+            return total_TD + _scaled(mix_TX[:, slot.slot][:, None], norm_1D)
 
         return _where_present(slot.final_norm, norm, total_TD)
 
@@ -191,17 +193,17 @@ def head_deltas(
         w_S1 = mix_SX[:, slot.slot][:, None]
 
         def gain(total_SV: jax.Array) -> jax.Array:
-            return total_SV + w_S1 * logits_SV * slot.rows(slot.head_gain, first, vocab)
+            return total_SV + _scaled(w_S1, logits_SV * slot.rows(slot.head_gain, first, vocab))
 
         def bias(total_SV: jax.Array) -> jax.Array:
-            return total_SV + w_S1 * slot.rows(slot.head_bias, first, vocab)
+            return total_SV + _scaled(w_S1, slot.rows(slot.head_bias, first, vocab))
 
         def ranks(j: jax.Array, total_SV: jax.Array) -> jax.Array:
             rank_R = j * _RANK_CHUNK + jnp.arange(_RANK_CHUNK)
             live_R1 = (rank_R < slot.head_rank)[:, None]
             a_RD = jnp.where(live_R1, slot.rows(slot.head_a, rank_R, width), 0)
             b_RV = jnp.where(live_R1, slot.rows(slot.head_b, rank_R, vocab), 0)
-            return total_SV + _dot(_dot(hidden_SD, a_RD.T) * slot.scales_2[1] * w_S1, b_RV)
+            return total_SV + _dot(_scaled(w_S1, _dot(hidden_SD, a_RD.T) * slot.scales_2[1]), b_RV)
 
         def rows(j: jax.Array, total_SV: jax.Array) -> jax.Array:
             index_C = j * _ROW_CHUNK + jnp.arange(_ROW_CHUNK)
@@ -209,7 +211,7 @@ def head_deltas(
             padded = -(-slot.num_head_rows // unit) * unit
             ids_C = jnp.where(live_C, slot.integers(slot.head_ids, index_C, padded), vocab)
             rows_CD = jnp.where(live_C[:, None], slot.rows(slot.head_rows, index_C, width), 0)
-            return total_SV.at[:, ids_C].add(_dot(hidden_SD, rows_CD.T) * w_S1, mode="drop")
+            return total_SV.at[:, ids_C].add(_scaled(w_S1, _dot(hidden_SD, rows_CD.T)), mode="drop")
 
         total_SV = _where_present(slot.head_gain, gain, total_SV)
         total_SV = _where_present(slot.head_bias, bias, total_SV)
@@ -217,6 +219,11 @@ def head_deltas(
         return jax.lax.fori_loop(0, -(-slot.num_head_rows // _ROW_CHUNK), rows, total_SV)
 
     return _each_slot(spec, pool, tables, add, logits_SV)
+
+
+def _scaled(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """weight * x, and 0 where the weight is 0 whatever x is: an adapter that overflows is nobody else's business."""
+    return jnp.where(weight != 0, weight * x, 0)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -178,7 +178,8 @@ async def _card_of(context: ServerContext, name: str) -> Answer:
 
 
 async def _cards(context: ServerContext, adapters: list[Adapter]) -> list[Answer]:
-    """A card each. What is known of the content only, digest and rank, is null until the adapter was first read."""
+    """A card each. What is known of the content only is missing until the adapter was first read: digest and rank are
+    null, and there are no warnings."""
     places = {name: (tier, pinned) for name, _, tier, pinned in (await context.engine.stats()).tiers}
     cards = []
     for adapter in adapters:
@@ -194,6 +195,7 @@ async def _cards(context: ServerContext, adapters: list[Adapter]) -> list[Answer
                 "max_model_len": context.engine.engine.max_model_len,
                 "digest": adapter.digest,
                 "rank": None if adapter.version is None else adapter.rank,
+                "warnings": [] if adapter.version is None else list(adapter.version.warnings),
                 "state": tier,
                 "pinned": pinned,
             }

@@ -48,6 +48,7 @@ def test_command_lists_the_adapters_of_a_server():
     with running() as url:
         header, one, two = run("--url", url).splitlines()
         cards = json.loads(run("--url", f"{url}/v1/", "--json"))
+        assert json.loads(run("--url", url.removeprefix("http://"), "--json")) == cards
     assert header.split() == ["name", "state", "rank", "digest", "pinned", "path"]
     assert (one.split()[0], two.split()[0]) == ("one", "two")
     assert [card["name"] for card in cards] == ["one", "two"]

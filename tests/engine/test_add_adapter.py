@@ -49,7 +49,7 @@ def test_a_mix_of_one_adapter_with_itself_scaled_is_its_scale(engine, tmp_path):
     arrays = load_file(tmp_path / "a" / "adapter_model.safetensors")
     twice = LoRARequest("twice", engine.add_adapter("twice", arrays, config).int_id)
     scaled = LoRARequest(lora.lora_name, lora.lora_int_id, lora.lora_path, scale=2.0)
-    one, other = run_all(engine, [Request(PROMPT, greedy(8), scaled), Request(PROMPT, greedy(8), twice)])  # type: ignore[arg-type]
+    one, other = run_all(engine, [Request(PROMPT, greedy(8), scaled), Request(PROMPT, greedy(8), twice)])
     assert tokens_of([one]) == tokens_of([other])
     with pytest.raises(UserError) as refused:
         engine.add_request("twice", PROMPT, greedy(2), [lora, scaled])
@@ -57,3 +57,24 @@ def test_a_mix_of_one_adapter_with_itself_scaled_is_its_scale(engine, tmp_path):
     nothing = LoRARequest(lora.lora_name, lora.lora_int_id, lora.lora_path, scale=0.0)
     zero, base = run_all(engine, [Request(PROMPT, greedy(8), nothing), Request(PROMPT, greedy(8))])
     assert tokens_of([zero]) == tokens_of([base])
+
+
+def test_what_cannot_be_an_adapter_is_refused_and_leaves_nothing(engine, tmp_path):
+    make_adapter(tmp_path / "a", engine, 8, 3)
+    arrays = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    config = {"r": 8, "lora_alpha": 16}
+    cyclic: dict = {}
+    cyclic["a"] = cyclic
+    cases = [
+        (5, arrays, config, "bad_lora_name"),
+        (None, arrays, config, "bad_lora_name"),
+        (b"a", arrays, config, "bad_lora_name"),
+        ("a", arrays, "x", "bad_adapter_config"),
+        ("a", arrays, [1], "bad_adapter_config"),
+        ("a", cyclic, config, "bad_arrays"),
+    ]
+    for name, tree, settings, reason in cases:
+        with pytest.raises(UserError) as caught:
+            engine.add_adapter(name, tree, settings)
+        assert caught.value.reason == reason
+    assert len(engine.adapters.registry) == len(engine.adapters.host.adapters()) == 0

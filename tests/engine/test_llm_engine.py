@@ -258,7 +258,7 @@ def test_d13_load_use_unload_leaves_nothing(engine, adapter):
         engine.remove_lora(lora.name)
         now = engine.stats()
         assert (now.pages_free, now.resident) == (start.pages_free, start.resident)
-        assert not engine.runner.rank_rows._blocks
+        assert not engine.runner.rows.rank_rows._blocks
 
 
 def test_abort_frees_at_once(engine, adapter):

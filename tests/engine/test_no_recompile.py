@@ -64,7 +64,7 @@ def test_traffic_compiles_nothing(engine, compiles, tmp_path):
     again = run_all(engine, [Request(prompt, greedy(4), lora) for lora in loras])
 
     assert tokens_of(again) == tokens_of(first)
-    assert engine.runner.rank_rows.bucket == 64  # both sizes were used
+    assert engine.runner.rows.rank_rows.bucket == 64  # both sizes were used
     assert engine.stats().compilations == 0
     assert compiles == []
 

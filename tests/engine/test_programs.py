@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.programs import MAX_CPU_GROUP, Programs, layer_group
+from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import POOL_SPEC
 from multilora_jax.models.config import ModelConfig, RopeConfig
 from multilora_jax.models.layers import LlamaSpec
@@ -68,7 +69,7 @@ def test_the_pool_is_updated_and_read_in_place(big, key):
 
 def test_rank_rows_are_read_from_the_pool_without_copying_it(big):
     programs, pool_bytes = big
-    memory = programs.get("insert", ROWS).memory_analysis()
+    memory = programs.get("insert", ROWS, MODULES).memory_analysis()
     rows_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(programs._row_buffers(ROWS)))
     assert memory.alias_size_in_bytes >= rows_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 100

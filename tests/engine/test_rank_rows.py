@@ -58,7 +58,7 @@ class Buffers:
             assert first % ROW_BLOCK == start % ROW_BLOCK == 0
             assert 0 <= start <= plan.bucket - ROW_BLOCK
             self.content[start // ROW_BLOCK] = (adapter, first // ROW_BLOCK)
-        if plan.changed:
+        if self.rows.changed:
             self.tables = self.rows.tables()
         if adapters:
             assert len(self.tables.owner_R) == plan.bucket == self.tables.scale_LMR.shape[2]
@@ -97,14 +97,16 @@ def test_rows_stay_where_they_are_from_step_to_step():
     a, b, c = Adapter(8), Adapter(3), Adapter(16)
     buffers = Buffers(RankRows([16, 64], LAYERS))
     first = buffers.step([a, b])
-    assert (first.bucket, first.rebuild, len(first.copies), first.changed) == (16, True, 2, True)
+    assert (first.bucket, first.rebuild, len(first.copies)) == (16, True, 2)
     for adapters in ([a, b], [b], [a], [], [b, a]):
+        tables = buffers.tables
         plan = buffers.step(adapters)
-        assert (plan.rebuild, plan.copies, plan.changed) == (False, [], False)
+        assert (plan.rebuild, plan.copies) == (False, [])
+        assert buffers.tables is tables
     grown = buffers.step([a, b, c])
     assert (grown.bucket, grown.rebuild, len(grown.copies)) == (64, True, 4)
     joined = buffers.step([c, Adapter(1)])
-    assert (joined.rebuild, len(joined.copies), joined.changed) == (False, 1, True)
+    assert (joined.rebuild, len(joined.copies)) == (False, 1)
     assert buffers.step([a, b, c]).copies == []  # the newcomer found free rows
 
 
@@ -120,17 +122,40 @@ def test_the_least_recently_used_adapter_gives_way():
     assert [adapter for adapter, _, _ in buffers.step([a, c]).copies] == [a]
 
 
-def test_a_bucket_that_is_long_too_large_shrinks():
+def test_buffers_should_grow_at_once_and_shrink_with_patience():
     a, b = Adapter(8), Adapter(16)
-    buffers = Buffers(RankRows([16, 64], LAYERS))
-    buffers.step([a, b])
+    rows = RankRows([16, 64], LAYERS)
+    assert rows.target([a]) == 16
+    rows.plan([a])
+    assert rows.target([a, b]) == 64
+    assert rows.bucket == 16
+    rows.plan([a, b])
     for _ in range(SHRINK_PATIENCE):
-        assert buffers.step([a]).bucket == 64
-    buffers.step([a, b])  # needs the rows: patience starts anew
+        assert rows.target([a]) == 64
+    assert rows.target([a, b]) == 64  # needs the rows: patience starts anew
     for _ in range(SHRINK_PATIENCE):
-        assert buffers.step([a]).bucket == 64
-    plan = buffers.step([a])
-    assert (plan.bucket, plan.rebuild) == (16, True)
+        assert rows.target([a]) == 64
+    assert rows.target([a]) == 16
+    assert rows.plan([a]).bucket == 64  # a step takes the buffers as they are
+
+
+def test_rows_are_placed_and_copied_ahead_of_their_step():
+    a, large, b = Adapter(8), Adapter(30), Adapter(8)
+    rows = RankRows([64], LAYERS)
+    rows.plan([a])
+    rows.place([a, large], [a, large])
+    assert rows.changed
+    assert (rows.holds(a), rows.holds(large), rows.holds(b)) == (True, False, False)
+    taken = rows.take_copies(large, 1) + rows.take_copies(large, 2)
+    assert [first for _, first, _ in taken] == [0, 8, 16]
+    assert not rows.holds(large)
+    (last,) = rows.plan([a, large]).copies  # what is still missing when its step comes
+    assert last[:2] == (large, 24)
+    assert len({start for _, _, start in [*taken, last]}) == 4
+    assert rows.holds(large)
+    rows.place([b], [a, large, b])
+    assert [adapter for adapter, _, _ in rows.take_copies(b)] == [b]
+    assert rows.take_copies(b) == []
 
 
 def test_a_forgotten_adapter_leaves_its_rows():
@@ -164,7 +189,7 @@ def test_extended_adapters_run_with_the_most_rows():
     assert (plan.bucket, plan.extended) == (64, False)
     assert buffers.step([norms, dora]).extended
     for _ in range(2 * SHRINK_PATIENCE):
-        assert buffers.step([dora]).bucket == 64
+        assert buffers.rows.target([dora]) == 64
     assert num_slots(64) == 8
 
 

@@ -118,7 +118,7 @@ def test_adapters_of_a_step_leave_out_those_of_sequences_without_blocks():
     step = bench.step()
     assert ran(step) == ["old"]
     assert step.adapters == []
-    assert bench.scheduler.num_active_adapters == 1
+    assert len(bench.scheduler.active.users) == 1
 
 
 def test_d12_any_rank_takes_whole_row_blocks():
@@ -127,9 +127,9 @@ def test_d12_any_rank_takes_whole_row_blocks():
     for name, rank in [("a", 1), ("b", 9), ("c", 3)]:
         bench.add(name, adapter=FakeAdapter(name, rank=rank))
     assert ran(bench.step()) == ["a", "b"]
-    assert bench.scheduler.num_active_rank_rows == 24
+    assert bench.scheduler.active.num_rows == 24
     bench.drain()
-    assert bench.scheduler.num_active_rank_rows == 0
+    assert bench.scheduler.active.num_rows == 0
 
 
 @pytest.mark.parametrize("changes", [{"max_loras": 2}, {"max_rank_rows": 16}, {"max_loras": 1}])
@@ -143,7 +143,7 @@ def test_d15_more_adapters_than_slots_all_finish_within_the_cap(changes: dict[st
     while bench.scheduler.has_unfinished():
         step = bench.step()
         assert len(step.adapters) <= cap
-        assert bench.scheduler.num_active_adapters <= cap
+        assert len(bench.scheduler.active.users) <= cap
         used.update(adapter.name for adapter in step.adapters)
     assert len(used) == 6
     assert sorted(map(int, bench.finished)) == list(range(28))

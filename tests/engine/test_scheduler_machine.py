@@ -237,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.cache.drop(adapter)
         self.scheduler.check_integrity()
         assert self.bench.allocator.num_free == self.bench.allocator.num_total
-        assert (self.scheduler.num_active_adapters, self.scheduler.num_active_rank_rows) == (0, 0)
+        assert (len(self.scheduler.active.users), self.scheduler.active.num_rows) == (0, 0)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

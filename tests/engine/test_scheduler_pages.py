@@ -121,7 +121,7 @@ def test_preempted_sequence_gives_up_its_adapter():
     while not b.num_preemptions:
         bench.step()
     assert bench.cache.references(x) == 0
-    assert (bench.scheduler.num_active_adapters, bench.scheduler.num_active_rank_rows) == (0, 0)
+    assert (len(bench.scheduler.active.users), bench.scheduler.active.num_rows) == (0, 0)
     while bench.cache.is_resident(x):  # the older sequence's growth evicts it
         assert ran(bench.step()) == ["a"]
     assert a.status is SequenceStatus.RUNNING
@@ -225,7 +225,7 @@ def test_d13_twenty_load_use_unload_cycles_leave_two_slots_free():
         while bench.scheduler.has_unfinished():
             bench.step()
         assert bench.allocator.num_free == bench.allocator.num_total
-        assert (bench.scheduler.num_active_adapters, bench.scheduler.num_active_rank_rows) == (0, 0)
+        assert (len(bench.scheduler.active.users), bench.scheduler.active.num_rows) == (0, 0)
     assert bench.finished == [str(i) for i in range(20)]
 
 

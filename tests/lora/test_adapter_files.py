@@ -219,6 +219,20 @@ def test_tokenizer_and_template(load, refusal, peft_folder):
 
 
 @pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "additional_chat_templates/a.jinja", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_tokenizer_and_template_must_be_files(load, refusal, peft_folder, name):
+    folder = peft_folder("a")
+    (folder / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / name)
+    reason, message = refusal(folder)
+    assert (reason, message) == ("corrupt_weights", f"{Path(name).name}: not a regular file")
+    (folder / name).unlink()
+    (folder / "additional_chat_templates" / "notes").mkdir(parents=True)  # nobody reads it
+    load(folder)
+
+
+@pytest.mark.parametrize(
     ("entry", "template"),
     [
         ([{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}], "d"), ({"default": "d"}, "d"),

@@ -54,6 +54,8 @@ def test_every_form_is_the_same_adapter(read, peft_tensors, peft_folder, model_c
         "params": nested(raw, root="params"),
         "flax": flax_style(raw),
         "flax module": flax_style(raw, ".lora"),
+        "linen": {name.replace("layers.", "layers_"): array for name, array in flax_style(raw).items()},
+        "linen tree": nested({name.replace("layers.", "layers_"): v for name, v in raw.items()}, root="params"),
         "flax kernel": {f"{name}.kernel": array for name, array in flax_style(raw).items()},
         "list of layers": {"model": {"layers": [*nested(raw)["model"]["layers"].values()]}},
     }
@@ -114,6 +116,8 @@ def test_configs(read, peft_tensors):
     ("config", "reason", "param"),
     [
         (None, "bad_adapter_config", "config"),
+        ("x", "bad_adapter_config", "config"),
+        ([1], "bad_adapter_config", "config"),
         ({"r": 8}, "bad_adapter_config", "config"),
         ({"r": 8, "lora_alpha": None}, "bad_adapter_config", "config"),
         ({"r": 4, "lora_alpha": 8}, "rank_mismatch", "r"),
@@ -155,10 +159,75 @@ def test_arrays_that_are_refused(read, peft_tensors, change, reason):
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        ("lora_A.kernel", "call it lora_A.weight if it is [r, in], lora_a.kernel if it is [in, r]"),
+        ("lora_B.default.kernel", "call it lora_B.weight if it is [out, r], lora_b.kernel if it is [r, out]"),
+    ],
+)
+def test_a_peft_name_with_a_flax_leaf_leaves_the_layout_open(read, peft_tensors, leaf, text):
+    with pytest.raises(AdapterError) as caught:
+        read(peft_tensors() | {f"model.layers.0.self_attn.k_proj.{leaf}": np.ones((8, 64), np.float32)})
+    assert caught.value.reason == "ambiguous_tensors"
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shape", "text"),
+    [
+        ("lora_a", (8, 64), "has shape (8, 64), and lora_a is [in, r], where in is 64 here: transpose it"),
+        ("lora_b.kernel", (32, 8), "has shape (32, 8), and lora_b is [r, out], where out is 32 here: transpose it"),
+        ("lora_A", (64, 8), "has shape (64, 8), and lora_A is [r, in], where in is 64 here: transpose it"),
+        ("lora_B.weight", (8, 32), "has shape (8, 32), and lora_B is [out, r], where out is 32 here: transpose it"),
+        ("lora_A", (8, 48), "need (8, 64); was it trained on another base?"),
+    ],
+)
+def test_arrays_that_only_fit_transposed(read, peft_tensors, leaf, shape, text):
+    place = "model.layers.0.self_attn.v_proj"
+    side = "lora_A" if leaf.startswith(("lora_a", "lora_A")) else "lora_B"
+    raw = {name: array for name, array in peft_tensors().items() if f"{place}.{side}" not in name}
+    with pytest.raises(AdapterError) as caught:
+        read(raw | {f"{place}.{leaf}": np.ones(shape, np.float32)})
+    assert caught.value.reason == "shape_mismatch"
+    assert caught.value.message.endswith(text)
+    assert f"{place}.{leaf.split('.')[0]}" in caught.value.message
+
+
+def test_unknown_names_are_told_as_they_were_given_with_the_accepted_forms(read, peft_tensors):
+    with pytest.raises(AdapterError) as caught:
+        read(peft_tensors() | {"params": {"decoder": {"q_proj": {"lora_a": np.ones((64, 8), np.float32)}}}})
+    assert caught.value.reason == "unbound_tensors"
+    assert "'params.decoder.q_proj.lora_a'" in caught.value.message
+    assert "lora_a with [in, r]" in caught.value.message
+    assert "another base" not in caught.value.message
+
+
 def test_nothing(read):
     with pytest.raises(AdapterError) as caught:
         read({})
     assert caught.value.reason == "empty_adapter"
+
+
+def test_a_tree_that_holds_itself(read, peft_tensors):
+    tree = nested(peft_tensors())
+    tree["model"]["again"] = [tree]
+    with pytest.raises(AdapterError, match="levels deep at 'model.again.0.model") as caught:
+        read(tree)
+    assert (caught.value.reason, caught.value.param) == ("bad_arrays", "params")
+
+
+def test_arrays_without_values(read, peft_tensors):
+    import jax.numpy as jnp
+
+    arrays = {name: jnp.asarray(array) for name, array in peft_tensors().items()}
+    read(arrays)
+    name = min(arrays)
+    arrays[name].delete()
+    with pytest.raises(AdapterError, match="deleted.*donated") as caught:
+        read(arrays)
+    assert (caught.value.reason, caught.value.param) == ("bad_arrays", "params")
+    assert name in caught.value.message
 
 
 def test_ranks_above_the_limit(read, peft_tensors):

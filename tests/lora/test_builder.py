@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from multilora_jax.errors import AdapterError, ConfigError
-from multilora_jax.lora.builder import SharedTokenizers
+from multilora_jax.lora.builder import SharedTokenizers, own_template, tokenizer_warnings
 from multilora_jax.lora.deltas import to_deltas
 from multilora_jax.lora.packing import pack
 from multilora_jax.lora.weights import load_adapter
@@ -139,3 +139,29 @@ def test_a_damaged_tokenizer_refuses_the_adapter(make_builder, model_config, pef
         make_builder(base_tokenizer=base).build(dataclasses.replace(weights, tokenizer_folder=str(tmp_path / "bad")))
     assert caught.value.reason == "bad_tokenizer"
     assert SharedTokenizers(base).of_folder(str(tmp_path)) is None  # no tokenizer at all
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ 'a'|nothing }}"])
+def test_a_template_that_does_not_compile_refuses_the_adapter(make_builder, peft_folder, base, template):
+    folder = peft_folder()
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with pytest.raises(AdapterError, match="chat template cannot be used") as caught:
+        make_builder(base_tokenizer=base).read(str(folder))
+    assert (caught.value.reason, caught.value.param) == ("bad_chat_template", "lora_path")
+    # A copy of what the base has says nothing against the adapter.
+    assert own_template(template, template) is None
+
+
+def test_tokens_beyond_the_vocabulary_are_a_warning(make_builder, peft_folder, tmp_path):
+    folder = peft_folder()
+    save_tokenizer(folder)
+    builder = make_builder()
+    version, _ = builder.read(str(folder))
+    assert version.tokenizer is not None
+    size = version.tokenizer.vocab_size
+    assert tokenizer_warnings(version.tokenizer, size) == tokenizer_warnings(None, 0) == []
+    (warning,) = tokenizer_warnings(version.tokenizer, size - 2)
+    assert f"2 tokens with ids of {size - 2} or more" in warning
+    beyond = tokenizer_warnings(version.tokenizer, 256)  # the base of these tests has 256
+    assert len(beyond) == 1
+    assert [*version.warnings[-1:]] == beyond

@@ -122,9 +122,9 @@ def test_pinned_adapter_stays_until_unpinned():
     a, b = fakes("ab")
     cache.pin(a)
     cache.pin(a)
-    assert (cache.pinned_pages, cache.pinned_absent(), cache.loads) == (2, [a], 0)
+    assert (cache.pinned_pages, cache.pinned(), cache.is_resident(a), cache.loads) == (2, [a], False, 0)
     load(cache, a)
-    assert (cache.pinned_absent(), cache.loads, cache.misses) == ([], 1, 0)
+    assert (cache.pinned(), cache.is_resident(a), cache.loads, cache.misses) == ([a], True, 1, 0)
     use(cache, a, b)
     assert [cache.is_pinned(adapter) for adapter in (a, b)] == [True, False]
     evict(cache)

@@ -87,10 +87,10 @@ def test_a_check_refuses_the_first_use(make_registry, host, peft_folder, outcome
 def test_files_must_be_there(registry, tmp_path, missing):
     folder = empty_folder(tmp_path / "a")
     (folder / missing).unlink()
-    with pytest.raises(NotFoundError, match=missing) as caught:
+    with pytest.raises(NotFoundError, match=f"adapter 'a': folder .*{missing}") as caught:
         registry.register(LoRARequest("a", 1, str(folder)))
     assert (caught.value.reason, caught.value.param) == ("adapter_file_not_found", "lora_path")
-    with pytest.raises(NotFoundError) as caught:
+    with pytest.raises(NotFoundError, match="adapter 'a': folder .* does not exist") as caught:
         registry.register(LoRARequest("a", 1, str(tmp_path / "nowhere")))
     assert caught.value.reason == "adapter_path_not_found"
     assert registry.list() == []

@@ -253,7 +253,24 @@ def test_missing_folder_and_files(refusal, peft_folder, tmp_path):
         assert (reason, param) == ("adapter_file_not_found", "lora_path")
         assert name in message
     (tmp_path / "file").write_text("x")
-    assert refusal(tmp_path / "file", NotFoundError)[0] == "adapter_path_not_found"
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        reason, _, message = refusal(tmp_path / name, NotFoundError)
+        assert reason == "adapter_path_not_found"
+        assert f"{name}' is a file: give its folder" in message
+
+
+def test_folders_without_an_adapter_say_so(refusal, peft_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other"
+    (other / "sub").mkdir(parents=True)
+    (other / "README.md").write_text("x")
+    peft_folder("parent/inside")
+    for name, text in (("empty", "is empty"), ("other", "holds no adapter"), ("parent", "but folders in it do")):
+        reason, param, message = refusal(tmp_path / name, NotFoundError)
+        assert (reason, param) == ("adapter_file_not_found", "lora_path")
+        assert text in message
+        assert ("folders in it" in message) == (name == "parent")
 
 
 def test_odd_config_files(refusal, peft_folder):
@@ -272,13 +289,30 @@ def test_odd_config_files(refusal, peft_folder):
     [
         ("org/Tiny-Base", "elsewhere/tiny-base", False), ("../bases/tiny/", "tiny", False), ("org/other", "tiny", True),
         ("org/tiny-instruct", "/models/tiny", True), ("org/other", None, False), (None, "tiny", False),
-        ("", "tiny", False), ("org/other", "tiny.Q8_0.gguf", False), ("snapshots/" + "0a" * 20, "tiny", False),
+        ("", "tiny", False), ("snapshots/" + "0a" * 20, "tiny", False), ("org/other", "/m/tiny.Q8_0.gguf", True),
+        ("org/Tiny-7b-it", "tiny-7b.Q8_0.gguf", False), ("org/other-1234", "pypi:llm-tiny==0.1234", True),
+        ("org/Tiny2-135M", "pypi:llm-tiny2==0.1.2", False), ("org/abc", "pypi:llm-tiny2==0.1.2", False),
+        ("org/other", "model.gguf", False), ("other.gguf", "org/tiny", True),
     ],
 )  # fmt: skip
 def test_another_base_gets_a_warning(model_config, peft_folder, named, base_name, warned):
     folder = peft_folder("a", base_model_name_or_path=named)
     weights = load_adapter(str(folder), model_config, max_lora_rank=8, base_name=base_name)
     assert [("other" in w or "tiny-instruct" in w) and "tiny" in w for w in weights.warnings] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("targets", "warned"),
+    [
+        (["o_proj", "up_proj"], True), (["proj"], True), (["q_proj", "o_proj"], False),
+        (["layers.0.self_attn.v_proj"], False), ("all-linear", False), (".*o_proj", False), (None, False), ([], False),
+        ({"o_proj": 1}, False), (["o_proj", 3], False),
+    ],
+)  # fmt: skip
+def test_targets_that_are_not_in_the_file_get_a_warning(load, peft_folder, targets, warned):
+    weights = load(peft_folder("a", target_modules=targets))
+    assert ["PEFT would ignore" in w and "proj'" in w for w in weights.warnings] == [True] * warned
+    assert weights.digest == load(peft_folder("b")).digest
 
 
 def test_a_zero_delta_gets_a_warning(load, peft_folder, peft_tensors):

@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from multilora_jax.models.batch import SamplingBatch
-from multilora_jax.models.sampler import NUM_TOP, _truncate, sample, token_logprobs
+from multilora_jax.models.sampler import NUM_TOP, _truncate, mask_vocabulary, sample, token_logprobs
 
 sample_jit, truncate_jit, logprobs_jit = jax.jit(sample), jax.jit(_truncate), jax.jit(token_logprobs)
+mask_jit = jax.jit(mask_vocabulary)
 
 
 def sampling(rows: int, *, seeds: Any = 0, positions: Any = 0, **options: Any) -> SamplingBatch:
@@ -34,6 +35,7 @@ def sampling(rows: int, *, seeds: Any = 0, positions: Any = 0, **options: Any) -
         top_k_S=spread(values["top_k"], np.int32),
         seed_S2=jnp.asarray(np.stack([np.zeros(rows, np.uint32), seeds], 1)),
         num_logprobs_S=spread(-1, np.int32),
+        vocab_S=spread(2**31 - 1, np.int32),
     )
 
 
@@ -157,6 +159,38 @@ def test_a_row_draws_the_same_in_any_batch():
     mixed = sampling(9, seeds=seeds, positions=positions, temperature=np.where(np.arange(9) == 4, 0.9, 0.0))
     lone = sampling(1, seeds=seeds[4], positions=positions[4], temperature=0.9)
     assert int(sample_jit(logits_SV, mixed)[4]) == int(sample_jit(logits_SV[[4]], lone)[0])
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"temperature": 5.0, "top_k": 40, "top_p": 0.99}])
+def test_token_ids_that_a_row_does_not_have_are_never_drawn(options):
+    n, vocab_S = 300, np.repeat([1, 7, 50], 100)
+    logits_SV = np.zeros((n, 50), np.float32)
+    logits_SV[:, 7:] = 30  # the rows that lack these tokens would draw nothing else
+    masked_SV = mask_jit(jnp.asarray(logits_SV), jnp.asarray(vocab_S))
+    tokens = np.asarray(sample_jit(masked_SV, sampling(n, positions=np.arange(n), **options)))
+    assert (tokens < vocab_S).all()
+    assert (tokens[200:] >= 7).all()
+    if not options:
+        assert set(tokens[100:200].tolist()) == set(range(7))
+
+
+def test_token_ids_that_a_row_does_not_have_do_not_count_in_logprobs():
+    rng = np.random.default_rng(5)
+    logits_SV = rng.standard_normal((3, 40)).astype(np.float32)
+    vocab_S, token_S = np.array([25, 10, 40]), np.array([24, 0, 39])
+    for row, vocab in enumerate(vocab_S):
+        logits_SV[row, vocab:] = 50
+    masked_SV = mask_jit(jnp.asarray(logits_SV), jnp.asarray(vocab_S))
+    values = [np.asarray(x) for x in logprobs_jit(masked_SV, token_S.astype(np.int32), jnp.bool_(True))]
+    for row, vocab in enumerate(vocab_S):
+        own, rank, top_ids, top = (x[row] for x in values)
+        wanted = np.log(softmax(logits_SV[row, :vocab]))
+        k = min(vocab, NUM_TOP)
+        np.testing.assert_allclose(own, wanted[token_S[row]], rtol=0, atol=2e-6)
+        assert rank == 1 + (wanted > wanted[token_S[row]]).sum()
+        np.testing.assert_array_equal(top_ids[:k], np.argsort(-wanted)[:k])
+        np.testing.assert_allclose(top[:k], np.sort(wanted)[::-1][:k], rtol=0, atol=2e-6)
+        assert (top[k:] == -np.inf).all()
 
 
 def test_both_words_of_a_key_count():

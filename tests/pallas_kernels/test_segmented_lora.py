@@ -129,6 +129,7 @@ def test_a_sharded_input_is_summed(features_first):
     a_MRI, _, owner_R, scale_MR = problem.rows()
     mix_RT = jnp.asarray(owner_R[:, None] == problem.adapter_T, jnp.float32)
     x = problem.x_TI.T if features_first else problem.x_TI
+    scale_MR = jnp.asarray(scale_MR)
     const_MR = jnp.asarray(scale_MR > 1, jnp.float32)  # added once, however many shards there are
     whole = lora_shrink(jnp.asarray(x), jnp.asarray(a_MRI), scale_MR, mix_RT, const_MR, features_first=features_first)
     axis = 0 if features_first else 1
@@ -149,7 +150,7 @@ def test_a_mix_is_the_sum_of_scaled_deltas(dtype, features_first):
     mix_TX = np.array([[1, 0, 0], [0.5, -2, 0], [0, 0, 0], [0.25, 1, 3]], np.float32)
     mix_RT = np.where(owner_R[:, None] >= 0, mix_TX.T[np.maximum(owner_R, 0)], 0)
     x = problem.x_TI.T if features_first else problem.x_TI
-    s = lora_shrink(jnp.asarray(x), a_MRI, scale_MR, mix_RT, features_first=features_first)
+    s = lora_shrink(*map(jnp.asarray, (x, a_MRI, scale_MR, mix_RT)), features_first=features_first)
     for m in range(2):
         out = np.asarray(lora_expand(s[m], jnp.asarray(b[m]), features_first=features_first))
         one_by_one = [
@@ -170,13 +171,13 @@ def test_a_constant_row_is_a_bias_and_its_row_of_a_is_never_read(features_first)
     const_MR = np.array([[0, 0, 0, 0, 1]], np.float32)
     mix_RT = np.where(owner_R[:, None] == problem.adapter_T, 0.5, 0).astype(np.float32)
     x = problem.x_TI.T if features_first else problem.x_TI
-    s = lora_shrink(jnp.asarray(x), a_MRI, scale_MR, mix_RT, const_MR, features_first=features_first)
+    s = lora_shrink(*map(jnp.asarray, (x, a_MRI, scale_MR, mix_RT, const_MR)), features_first=features_first)
     out = np.asarray(lora_expand(s[0], jnp.asarray(b[0]), features_first=features_first))
     out = out.T if features_first else out
     np.testing.assert_allclose(out[1], 0.5 * b[0][:, 4], rtol=1e-6)
     assert not out[2].any()
     problem.scale[0, 0] *= 0.5
-    wanted = lora_delta_reference(problem.x_TI, problem.a[0], problem.b[0], problem.scale[0], [0, -1, -1, 0])
+    wanted = lora_delta_reference(problem.x_TI, problem.a[0], problem.b[0], problem.scale[0], np.array([0, -1, -1, 0]))
     np.testing.assert_allclose(out[[0, 3]], wanted[[0, 3]], rtol=1e-4, atol=1e-4)
 
 
@@ -186,7 +187,7 @@ def test_both_are_differentiable():
     mix_RT = jnp.asarray(owner_R[:, None] == problem.adapter_T, jnp.float32)
 
     def loss(a_MRI, b_OR):
-        s = lora_shrink(jnp.asarray(problem.x_TI), a_MRI, scale_MR, mix_RT, features_first=False)
+        s = lora_shrink(jnp.asarray(problem.x_TI), a_MRI, jnp.asarray(scale_MR), mix_RT, features_first=False)
         return jnp.sum(lora_expand(s[0], b_OR, features_first=False) ** 2)
 
     check_grads(loss, (jnp.asarray(a_MRI), jnp.asarray(b[0])), order=1, modes=["rev"], rtol=2e-2)

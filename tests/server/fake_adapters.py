@@ -51,7 +51,9 @@ class FakeBuilder:
             rank=weights.rank, num_rows=weights.rank, num_pages=1,
             extra_tokens=max(0, num_tokens - self._model_config.vocab_size),
         )  # fmt: skip
-        version = AdapterVersion(weights.digest, layout, None, tokenizer, weights.chat_template)
+        version = AdapterVersion(
+            weights.digest, layout, None, tokenizer, weights.chat_template, warnings=weights.warnings
+        )  # fmt: skip
         return known or version, PAGES
 
     @property
@@ -64,6 +66,7 @@ class FakeAdapters:
 
     Attributes:
         max_pinned: most adapters that fit in the pool together.
+        loading: names of adapters that are on their way to the pool, whatever `resident` says.
         resident: what is in the pool, in the order of its coming.
     """
 
@@ -79,6 +82,7 @@ class FakeAdapters:
         )  # fmt: skip
         self.adapters = SimpleNamespace(registry=self.registry)
         self.max_pinned = 100
+        self.loading: set[str] = set()
         self.pinned: set[Adapter] = set()
         self.resident: dict[Adapter, None] = {}
         for int_id, (name, path) in enumerate(config.lora_modules.items(), 1):
@@ -139,6 +143,11 @@ class FakeAdapters:
     def vocab_limit(self, lora_request: Any) -> int:
         extra = [getattr(a.layout, "extra_tokens", 0) for a in self.adapters_of(lora_request)]
         return self.model_config.vocab_size + max(extra, default=0)
+
+    def adapter_states(self) -> dict[str, str]:
+        states = dict.fromkeys((adapter.name for adapter in self.list_loras()), "registered")
+        states |= {name: tier for name, _, tier, _ in self.tiers()}
+        return states | dict.fromkeys(self.loading & states.keys(), "loading")
 
     def tiers(self) -> list[tuple[str, int, str, bool]]:
         found = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +84,30 @@ async def test_loads_and_unloads_are_logged(server, caplog):
         strict=True,
     ):  # fmt: skip
         assert line.startswith(start)
+
+
+async def test_an_adapter_s_warnings_are_on_its_card_and_in_the_log_once(make_server, tmp_path, caplog):
+    config = json.loads((Path(PATHS[0]) / "adapter_config.json").read_text())
+    shutil.copytree(PATHS[0], tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["nothing"]}))
+    server = make_server(lora_modules={"cold": str(tmp_path / "a"), "good": PATHS[0]})
+    cards = (await server.client.get("/v1/models")).json()["data"][1:]
+    assert [card["warnings"] for card in cards] == [[], []]
+    for name in ("cold", "good", "cold"):
+        await server.post("/v1/completions", {"model": name, "prompt": "hi", "max_tokens": 1})
+    loaded = (await server.post(LOAD, {"lora_name": "loaded", "lora_path": str(tmp_path / "a")})).json()
+    cards = (await server.client.get("/v1/models")).json()["data"][1:]
+    assert [len(card["warnings"]) for card in cards] == [1, 0, 1]
+    assert "PEFT would ignore" in loaded["warnings"][0]
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert lines == [f"adapter '{name}': {loaded['warnings'][0]}" for name in ("cold", "loaded")]
+
+
+async def test_the_path_of_a_file_asks_for_its_folder(server):
+    path = f"{PATHS[0]}/adapter_model.safetensors"
+    response = await server.post(LOAD, {"lora_name": "new", "lora_path": path})
+    assert response.status_code == 404
+    assert f"'{path}' is a file: give its folder" in response.json()["error"]["message"]
 
 
 async def test_load_use_unload(make_server):

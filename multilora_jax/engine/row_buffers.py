@@ -1,0 +1,230 @@
+"""Rank rows on the device: copied before a step that needs them, or in slices over the steps before it.
+
+The XLA path multiplies by dense buffers of rank rows. Filling them takes longer than using them: a rank-64 adapter of
+SmolLM2-135M has 78 MB of rows, as much work as two decode steps of one sequence. So `stage` brings in the rows of
+adapters that wait, for a bounded share of each step's time, into free rows, or where the buffers are too small (or
+have long been too large) into new ones beside the old; `activate` then finds them there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from multilora_jax.engine.programs import Programs
+from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, RankRows, RowCopy, RowPlan, num_slots
+from multilora_jax.engine.vocab_tables import vocab_tables
+from multilora_jax.lora.adapter import Adapter
+from multilora_jax.memory.geometry import MODULES, PoolGeometry
+from multilora_jax.models.batch import ExtraTables, LayerRows, LoRARows
+from multilora_jax.models.rows import unit_columns
+
+PagesOf = Callable[[Adapter], list[int]]
+
+STAGE_SHARE = 0.25
+"""Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
+
+_START_BYTES_PER_S = 1e9  # until a block was timed
+_KEEP = 0.9  # of the moving average of a step's time
+
+ATTENTION = MODULES[:4]
+"""Copied alone for the many adapters that have nothing else: two fifths of the work."""
+
+
+class _Side:
+    """One set of buffers: placement on the host, arrays on the device."""
+
+    def __init__(self, rank_rows: RankRows):
+        self.rank_rows = rank_rows
+        self.layers: list[LayerRows] = []
+
+
+class RowBuffers:
+    """The buffers of one runner.
+
+    Args:
+        geometry: of the pool.
+        programs: compiled ones.
+        put: places a tree of host arrays on the devices.
+        firsts: for each group of layers the index of its first, on the device.
+        buckets: sizes in rows, ascending; empty for a runner without adapters.
+
+    Attributes:
+        buckets: the sizes.
+        tables: what the rows are, without layers and extras; None before the first adapter.
+        extra: of extended steps.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        programs: Programs,
+        put: Callable[[Any], Any],
+        firsts: list[jax.Array],
+        buckets: list[int],
+    ):
+        self.tables: LoRARows | None = None
+        self.extra: ExtraTables | None = None
+        self.buckets = buckets
+        self._geometry = geometry
+        self._programs = programs
+        self._put = put
+        self._firsts = firsts
+        self._num_units = max(columns.stop for columns in unit_columns(geometry).values())
+        self._now = _Side(RankRows(buckets, geometry.num_layers))
+        self._next: _Side | None = None
+        self._host = HostTables.empty(geometry.num_layers, 0)
+        self._vocab_key: list[Any] = []
+        self._bytes_per_s = _START_BYTES_PER_S
+        self._step_s = 0.0
+
+    @property
+    def rank_rows(self) -> RankRows:
+        """Placement in the buffers that steps use now."""
+        return self._now.rank_rows
+
+    @property
+    def layers(self) -> list[LayerRows]:
+        """The buffers that steps use now, per layer."""
+        return self._now.layers
+
+    def slot_of(self, adapter: Adapter) -> int:
+        """See RankRows.index_of."""
+        return self._now.rank_rows.index_of(adapter)
+
+    def holds(self, adapter: Adapter) -> bool:
+        """Whether a step can use the adapter without copying anything first."""
+        return self._now.rank_rows.holds(adapter)
+
+    def reset(self) -> None:
+        """Forgets all rows: the next step with adapters begins with fresh buffers of the size it needs."""
+        self._now, self._next = _Side(RankRows(self.buckets, self._geometry.num_layers)), None
+
+    def keep_largest(self) -> None:
+        """Leaves only the largest size, so that there is less to compile."""
+        self.buckets = self.buckets[-1:]
+        self.reset()
+
+    def forget(self, adapter: Adapter) -> None:
+        """Drops an unloaded adapter."""
+        for side in filter(None, (self._now, self._next)):
+            side.rank_rows.forget(adapter)
+
+    def activate(self, adapters: list[Adapter], pool: jax.Array, pages_of: PagesOf) -> RowPlan:
+        """Brings in whatever the adapters of a step still lack and the tables up to date.
+
+        Args:
+            adapters: distinct ones, resident.
+            pool: uint[L, P, E].
+            pages_of: page ids of a resident adapter.
+        """
+        now = self._now
+        plan = now.rank_rows.plan(adapters)
+        if plan.rebuild:
+            now.layers, self._next = [], None  # free the old buffers before the new ones are made
+            while len(now.layers) < self._geometry.num_layers:
+                now.layers += self._programs.get("rows", plan.bucket)()
+        for copy in plan.copies:
+            self._insert(now, copy, pool, pages_of)
+        if not adapters:
+            return plan
+        if now.rank_rows.changed:
+            host = self._host = now.rank_rows.tables()
+            owner_R, scale_LMR, const_LMR = self._put((host.owner_R, host.scale_LMR, host.const_LMR))
+            self.tables = LoRARows([], owner_R, scale_LMR, const_LMR, None)
+            self.extra = None
+        if plan.extended:
+            # An adapter may have been evicted and loaded again to other pages since its rows were copied.
+            key = [(adapter, list(pages_of(adapter))) for adapter in adapters if adapter.layout.vocab is not None]
+            if self.extra is None or key != self._vocab_key:
+                host, slots, num_pages = self._host, num_slots(plan.bucket), self._geometry.num_pages
+                vocab: Any = vocab_tables(adapters, pages_of, self.slot_of, num_pages, slots)
+                self.extra = ExtraTables(*self._put((host.gain_LMR, host.norm_L2R, vocab)))
+                self._vocab_key = key
+        return plan
+
+    def time_copies(self, pool: jax.Array) -> None:
+        """Finds out how fast rows are copied here; called when everything is compiled."""
+        if not self.buckets:
+            return
+        side = _Side(RankRows(self.buckets, self._geometry.num_layers, self.buckets[0]))
+        while len(side.layers) < self._geometry.num_layers:
+            side.layers += self._programs.get("rows", self.buckets[0])()
+        units_LCU = np.zeros((self._geometry.num_layers, ROW_BLOCK, self._num_units), np.int32)
+        for _ in range(2):  # the first time writes to memory that nobody touched yet
+            jax.block_until_ready(side.layers)
+            start = time.perf_counter()
+            self._copy(side, units_LCU, 0, MODULES, pool)
+            jax.block_until_ready(side.layers)
+            self._bytes_per_s = self._block_bytes(MODULES) / (time.perf_counter() - start)
+
+    def saw_step(self, seconds: float) -> None:
+        """Tells how long a step of decodes took."""
+        self._step_s = _KEEP * self._step_s + (1 - _KEEP) * seconds if self._step_s else seconds
+
+    def stage(self, active: list[Adapter], wanted: list[Adapter], pool: jax.Array, pages_of: PagesOf) -> None:
+        """Copies some of what steps to come will need: as much as STAGE_SHARE of a step's time allows.
+
+        Args:
+            active: adapters of the running sequences.
+            wanted: resident adapters of sequences that wait, the most urgent first; they fit beside the active ones.
+        """
+        both = list(dict.fromkeys((*active, *wanted)))
+        if not both:
+            return
+        target, budget = self._now.rank_rows.target(both), STAGE_SHARE * self._step_s * self._bytes_per_s
+        side = self._now
+        if target != self._now.rank_rows.bucket:
+            if self._next is None or self._next.rank_rows.bucket != target:
+                self._next = _Side(RankRows(self.buckets, self._geometry.num_layers, target))
+            side = self._next
+            while len(side.layers) < self._geometry.num_layers:
+                group = self._programs.get("rows", target)()
+                side.layers += group
+                budget -= sum(x.nbytes for x in jax.tree.leaves(group))
+                if budget <= 0:
+                    return
+        else:
+            self._next = None
+        side.rank_rows.place(both, both)
+        budget = max(budget, 1)
+        for adapter in both:
+            while budget > 0 and (copies := side.rank_rows.take_copies(adapter, 1)):
+                self._insert(side, copies[0], pool, pages_of)
+                budget -= self._block_bytes(_modules(adapter))
+        if side is self._next and all(map(side.rank_rows.holds, both)):
+            side.rank_rows.changed = True
+            self._now, self._next = side, None
+
+    def _block_bytes(self, modules: tuple[str, ...]) -> int:
+        dims = sum(sum(self._geometry.module_dims(module)) for module in modules)
+        return dims * ROW_BLOCK * self._geometry.num_layers * self._geometry.storage_dtype.itemsize
+
+    def _insert(self, side: _Side, copy: RowCopy, pool: jax.Array, pages_of: PagesOf) -> None:
+        adapter, first_row, buffer_row = copy
+        pairs = [adapter.layout.row_units(m, first_row, ROW_BLOCK) for m in range(len(MODULES))]
+        units_LCU = np.concatenate([units for pair in pairs for units in pair], 2)
+        # Unit 0 of the pool where there is no such row.
+        units_LCU = np.maximum(self._geometry.unit_addresses(np.asarray(pages_of(adapter)), units_LCU), 0)
+        self._copy(side, units_LCU, buffer_row, _modules(adapter), pool)
+
+    def _copy(
+        self, side: _Side, units_LCU: np.ndarray, buffer_row: int, modules: tuple[str, ...], pool: jax.Array
+    ) -> None:
+        program = self._programs.get("insert", side.rank_rows.bucket, modules)
+        units, start = self._put((units_LCU, np.int32(buffer_row)))
+        group = self._programs.group
+        for n, first in enumerate(self._firsts):
+            where = slice(n * group, (n + 1) * group)
+            side.layers[where] = program(side.layers[where], pool, units, first, start)
+
+
+def _modules(adapter: Adapter) -> tuple[str, ...]:
+    """What is copied of an adapter; the stale rows of other modules are multiplied by 0."""
+    layout = adapter.layout
+    mlp = layout.ranks_LM[:, 4:].any() or (layout.start_bias_LM[:, 4:] >= 0).any() or layout.extended
+    return MODULES if mlp else ATTENTION
