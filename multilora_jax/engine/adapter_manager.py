@@ -223,14 +223,17 @@ class AdapterManager:
 
     def to_stage(self) -> tuple[list[Adapter], list[Adapter]]:
         """The adapters of the running sequences, and those in the pool that the next ones to start will add."""
-        scheduler, seats = self._scheduler, self._scheduler.num_free_seats
-        wanted: dict[Adapter, None] = {}
-        for seq in scheduler.waiting(self._config.prefetch_lookahead if seats else 0):
+        active, wanted = self._scheduler.active, dict[Adapter, None]()
+        # Where every seat is taken, the next one to come free is prepared for: else others would always be there first.
+        seats = max(1, self._scheduler.num_free_seats)
+        for seq in self._scheduler.waiting(self._config.prefetch_lookahead):
             together = tuple(dict.fromkeys((*wanted, *seq.adapters)))
-            if seats and all(map(self._cache.is_ready, seq.adapters)) and scheduler.active.has_room_for(together):
+            if all(map(self._cache.is_ready, seq.adapters)) and active.has_room_for(together):
                 wanted.update(dict.fromkeys(seq.adapters))
                 seats -= 1
-        return list(scheduler.active.users), list(wanted)
+            if not seats:
+                break
+        return list(active.users), list(wanted)
 
     def failed_sequences(self) -> list[tuple[Sequence, UserError]]:
         """Waiting sequences whose adapter could not be read again, and why, each told once."""

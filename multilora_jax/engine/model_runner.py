@@ -16,14 +16,14 @@ from tqdm import tqdm
 from multilora_jax.engine.batch import BatchShape, BuiltBatch, batch_shapes, build_batch, empty_batch, table_width
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.programs import Programs
-from multilora_jax.engine.rank_rows import num_slots, row_buckets
+from multilora_jax.engine.rank_rows import HostTables, num_slots, row_buckets
 from multilora_jax.engine.row_buffers import ATTENTION, PagesOf, RowBuffers
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
-from multilora_jax.models.batch import ForwardBatch, VocabInputs
+from multilora_jax.models.batch import ForwardBatch, LoRARows, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama, vocab_inputs
 from multilora_jax.models.sampler import StepOutput
@@ -71,6 +71,11 @@ class ModelRunner:
         """Programs compiled or loaded so far; it does not move after `warm_up`."""
         return self.programs.num_compilations
 
+    @property
+    def extended_shapes(self) -> list[BatchShape]:
+        """The sizes of extended steps: the largest of decodes alone and the largest of all, which keeps them few."""
+        return [shape for shape in self.shapes if not shape.num_blocks][-1:] + self.shapes[-1:]
+
     def warm_up(self, *, progress: bool = True, threads: int = 2) -> None:
         """Compiles every program a step can need, with a progress bar, and runs each kind of step once."""
         keys: list[tuple[Any, ...]] = []
@@ -82,7 +87,7 @@ class ModelRunner:
             keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
         for rows in self.rows.buckets[-1:]:
             keys += [("write_page",), ("read_page",), ("logprobs", True)]
-            for shape in self.shapes:
+            for shape in self.extended_shapes:
                 keys += [("begin", shape, rows, True), ("layers", shape, rows, True), ("finish", shape, True)]
         pool = ThreadPoolExecutor(threads)
         try:
@@ -93,10 +98,27 @@ class ModelRunner:
                 release_freed_memory()  # compilers leave much of it with the allocator
         finally:
             pool.shutdown(cancel_futures=True)  # an interrupt waits for the programs under way only
+        for rows in (0, *self.rows.buckets):
+            self._first_runs(rows)
         for shape in (self.shapes[0], self.shapes[-1]):
             batch = empty_batch(shape, self.spec.prefill_block, self.width)
             self._run(batch, shape, 0, False).token_S.block_until_ready()
         self.rows.time_copies(self.pool)
+
+    def _first_runs(self, rows: int) -> None:
+        """Runs each plain program of layers once, on one group: the first run takes longer than all others."""
+        weights, _, first = self._groups[0]
+        buffers = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
+        tables = HostTables.empty(self.spec.config.num_layers, rows)
+        for shape in self.shapes:
+            batch = self._put(empty_batch(shape, self.spec.prefill_block, self.width, num_slots(rows)))
+            if rows:
+                owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
+                batch.lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
+            x, inputs = self.programs.get("begin", shape, rows, False)(self.params["top"], batch, None)
+            layers = self.programs.get("layers", shape, rows, False)
+            x, self.pool = layers(weights, buffers, self.pool, first, x, inputs)
+            x.block_until_ready()
 
     def write_pages(self, writes: Iterable[tuple[PageWrite, np.ndarray]]) -> None:
         """Copies pages of adapters (uint[L, TP, E/TP] each) into the pages that they were given."""
@@ -123,8 +145,9 @@ class ModelRunner:
             pages_of: page ids of a resident adapter.
         """
         plan = self.rows.activate(step.adapters, self.pool, pages_of)
+        shapes = self.extended_shapes if plan.extended else self.shapes
         built = build_batch(
-            step, self.shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
+            step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
             self.rows.slot_of,
         )  # fmt: skip
         return built, self._run(built.batch, built.shape, plan.bucket, plan.extended)

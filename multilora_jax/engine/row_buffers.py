@@ -25,7 +25,7 @@ from multilora_jax.models.rows import unit_columns
 
 PagesOf = Callable[[Adapter], list[int]]
 
-STAGE_SHARE = 0.25
+STAGE_SHARE = 0.15
 """Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
 
 _START_BYTES_PER_S = 1e9  # until a block was timed
@@ -81,6 +81,7 @@ class RowBuffers:
         self._vocab_key: list[Any] = []
         self._bytes_per_s = _START_BYTES_PER_S
         self._step_s = 0.0
+        self._fresh: set[Adapter] = set()
 
     @property
     def rank_rows(self) -> RankRows:
@@ -97,8 +98,8 @@ class RowBuffers:
         return self._now.rank_rows.index_of(adapter)
 
     def holds(self, adapter: Adapter) -> bool:
-        """Whether a step can use the adapter without copying anything first."""
-        return self._now.rank_rows.holds(adapter)
+        """Whether the next step can use the adapter without copying anything first, and without a long one before."""
+        return self._now.rank_rows.holds(adapter) and adapter not in self._fresh
 
     def reset(self) -> None:
         """Forgets all rows: the next step with adapters begins with fresh buffers of the size it needs."""
@@ -173,10 +174,12 @@ class RowBuffers:
             active: adapters of the running sequences.
             wanted: resident adapters of sequences that wait, the most urgent first; they fit beside the active ones.
         """
+        self._fresh = set()
         both = list(dict.fromkeys((*active, *wanted)))
         if not both:
             return
-        target, budget = self._now.rank_rows.target(both), STAGE_SHARE * self._step_s * self._bytes_per_s
+        target, whole = self._now.rank_rows.target(both), STAGE_SHARE * self._step_s * self._bytes_per_s
+        budget = whole
         side = self._now
         if target != self._now.rank_rows.bucket:
             if self._next is None or self._next.rank_rows.bucket != target:
@@ -199,6 +202,9 @@ class RowBuffers:
         if side is self._next and all(map(side.rank_rows.holds, both)):
             side.rank_rows.changed = True
             self._now, self._next = side, None
+        if budget < whole / 2:
+            # This step is long as it is: who got his rows only now does not make it longer still by running in it.
+            self._fresh = set(wanted)
 
     def _block_bytes(self, modules: tuple[str, ...]) -> int:
         dims = sum(sum(self._geometry.module_dims(module)) for module in modules)

@@ -20,8 +20,8 @@ from multilora_jax.lora.adapter import Adapter, AdapterVersion
 from multilora_jax.lora.host_tier import HostTier
 from multilora_jax.lora.weights import AdapterWeights
 
-_NICENESS = 10
-"""Added to the workers' own: with all cores taken they get about a tenth of one each, and all of an idle one."""
+_NICENESS = 7
+"""Added to the workers' own: with all cores taken they get about a sixth of one each, and all of an idle one."""
 _CLOSE_WAIT_S = 10.0
 
 log = logging.getLogger(__name__)

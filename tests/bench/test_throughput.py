@@ -38,7 +38,7 @@ def test_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "out.json"
     words = (
         "throughput --mix base,distinct,uniform --num-adapters 4 --rank 8 --num-prompts 6 --input-len 5 "
-        "--output-len 3 --max-num-seqs 4 --rounds 2"
+        "--output-len 20 --max-num-seqs 4 --rounds 2"
     )
     done = subprocess.run(
         [sys.executable, "-m", "multilora_jax.bench", *words.split(), "--config", TINY, "--json", str(out)],
@@ -61,7 +61,7 @@ def test_command_prints_a_table_and_writes_json(tmp_path):
     assert read["config"]["max_num_seqs"] == 4
     base, distinct, uniform = read["rows"]
     assert [row["num_adapters"] for row in read["rows"]] == [0, 4, 2]
-    assert [row["new_tokens"] for row in read["rows"]] == [18, 18, 18]
+    assert [row["new_tokens"] for row in read["rows"]] == [120, 120, 120]
     assert (base["ratio_to_base"], base["byte_floor_ratio"]) == (1.0, 1.0)
     assert distinct["byte_floor_ratio"] < uniform["byte_floor_ratio"] < 1
     for row in read["rows"]:
@@ -158,8 +158,8 @@ def test_a_run_has_buffers_of_its_own_size():
     prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
     with throughput._adapters(engine, work) as adapters:
         one, two = (engine.lora_request(adapter.name) for adapter in adapters)
-        run = run_once(engine, prompts, [one, two, one, two], 3, ids)
-        assert run.new_tokens == 12
+        run = run_once(engine, prompts[:2], [one, two], 12, ids)
+        assert run.new_tokens == 24
         assert run.loads == 2
         assert {"random-0", "random-1"} in run.step_adapters
         rows, buckets = engine.runner.rows, engine.runner.rows.buckets

@@ -186,7 +186,7 @@ def test_workers_leave_the_cores_to_decoding(reader, builder):
 
     builder.read = noted
     reader.load(make_adapter())
-    assert found == [min(19, before + 10)]
+    assert found == [min(19, before + 7)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
