@@ -76,7 +76,7 @@ class LLMEngine:
             read_back=self.runner.read_pages,
             throttle=throttle,
         )
-        self.scheduler.active.is_staged = lambda a: not self.scheduler.num_running or self.runner.rows.holds(a)
+        self.scheduler.active.is_staged = lambda a: self.scheduler.was_idle or self.runner.rows.holds(a)
         self._requests: dict[str, RequestState] = {}
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()

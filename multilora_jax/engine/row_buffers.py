@@ -195,8 +195,10 @@ class RowBuffers:
             self._next = None
         side.rank_rows.place(both, both)
         budget = max(budget, 1)
+        fresh: set[Adapter] = set()
         for adapter in both:
             while budget > 0 and (copies := side.rank_rows.take_copies(adapter, 1)):
+                fresh.add(adapter)
                 self._insert(side, copies[0], pool, pages_of)
                 budget -= self._block_bytes(_modules(adapter))
         if side is self._next and all(map(side.rank_rows.holds, both)):
@@ -204,7 +206,7 @@ class RowBuffers:
             self._now, self._next = side, None
         if budget < whole / 2:
             # This step is long as it is: who got his rows only now does not make it longer still by running in it.
-            self._fresh = set(wanted)
+            self._fresh = fresh.difference(active)
 
     def _block_bytes(self, modules: tuple[str, ...]) -> int:
         dims = sum(sum(self._geometry.module_dims(module)) for module in modules)

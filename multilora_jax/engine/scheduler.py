@@ -57,6 +57,7 @@ class Scheduler:
         num_preemptions: sequences that had to start again.
         waits_for_loads: after `schedule` gave None though sequences are live: whether one waits for a load in flight.
             If not, there is nothing to wait for: the next AdapterTransfers.plan makes room for one.
+        was_idle: no sequence ran when `schedule` was last called, so that nobody minds a long step.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Scheduler:
         self._next_order = 0
         self._stalled: Entry | None = None  # could not get its adapters in, and nobody behind it could run
         self.waits_for_loads = False
+        self.was_idle = True
 
     @property
     def num_waiting(self) -> int:
@@ -190,6 +192,7 @@ class Scheduler:
             PoolIntegrityError: sequences are live, none can run, and nothing is being done about it.
         """
         step = ScheduledStep()
+        self.was_idle = not self._running
         stalled, self._stalled = self._stalled, None
         self.waits_for_loads = False
         blocks_left = self._schedule_running(step)

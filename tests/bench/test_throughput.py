@@ -139,7 +139,7 @@ def test_without_base_there_is_no_ratio_and_a_small_pool_is_named(caplog):
 
 
 def test_floor_counts_the_bytes_of_the_ranks():
-    work = small("base", "identical", "distinct")
+    work = small("base", "identical", "distinct", output_len=24)
     config = fit_config(tiny(), work, 2)
     rows = measure(config, work)["rows"]
     m = LLMEngine(config, progress=False).model_config

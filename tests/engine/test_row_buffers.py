@@ -33,7 +33,7 @@ def engine(served):
     yield from as_new(served[0])
 
 
-@pytest.mark.parametrize("budget", [0.001, 1.5, 3], ids=["least", "some", "more"])
+@pytest.mark.parametrize("budget", [0.001, 1.5, 3, 100], ids=["least", "some", "more", "plenty"])
 @pytest.mark.parametrize("stream_rank", [0, 8], ids=["base", "adapter"])
 def test_d17_rows_arrive_in_slices_beside_the_old_buffers(engine, recorder, tmp_path, monkeypatch, stream_rank, budget):
     own = make_adapter(tmp_path / "own", engine, stream_rank, 1) if stream_rank else None
@@ -46,21 +46,23 @@ def test_d17_rows_arrive_in_slices_beside_the_old_buffers(engine, recorder, tmp_
     assert bucket == (16 if stream_rank else 0)
     old = watch.rows.layers
     engine.add_request("cold", PROMPT, greedy(6), cold)
-    *before, last = watch.until(lambda: "cold" in watch.outputs)
+    steps = watch.until(lambda: "cold" in watch.outputs)
 
     most, moved = math.ceil(budget), LARGE + bool(stream_rank)  # what the stream uses goes along
-    copied = [step.staged for step in (*before, last) if step.staged]
+    copied = [step.staged for step in steps if step.staged]
     assert all(1 <= len(names) <= most for names in copied)
     assert len(copied) == math.ceil(moved / most)
     assert sorted(name for names in copied for name in names) == ["cold"] * LARGE + ["own"] * bool(stream_rank)
     assert not any(step.copied for step in watch.steps[1:])
-    # A budget of less than new buffers: one step makes them. The steps before the last used the old ones.
-    assert not before[0].staged
-    assert [step.bucket for step in before] == [bucket] * len(before)
-    assert last.bucket == (128 if stream_rank else 64)
+    # Where the budget is less than new buffers take, one step makes them. Until all is there the old ones are used.
+    arrived = max(i for i, step in enumerate(steps) if step.staged)
+    assert arrived == len(copied) - (budget == 100)
+    new = 128 if stream_rank else 64
+    assert [step.bucket for step in steps] == [bucket] * arrived + [new] * (len(steps) - arrived)
     assert watch.rows.layers is not old
-    # The stream got a token in each of them.
-    assert all("stream" in step.running for step in (*before, last))
+    # A step that copies much does not begin the newcomer's prompt too; and the stream got a token in each of them.
+    assert len(steps) - 1 - arrived == (budget != 100)
+    assert all("stream" in step.running for step in steps)
     watch.finish()
     for name, (tokens, logits) in {"stream": want_stream, "cold": want_cold}.items():
         assert watch.tokens(name) == tokens
@@ -81,7 +83,7 @@ def test_rows_arrive_in_slices_in_buffers_that_are_large_enough(engine, recorder
     watch.start("stream", 40, own)
     engine.add_request("cold", PROMPT, greedy(6), cold)
     steps = watch.until(lambda: "cold" in watch.outputs)
-    assert [step.staged for step in steps] == [["cold"] * 2] * (LARGE // 2)
+    assert [step.staged for step in steps] == [["cold"] * 2] * (LARGE // 2) + [[]]
     assert {step.bucket for step in watch.steps} == {128}
     assert not any(step.copied for step in watch.steps)
     assert engine.runner.rows.layers is layers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from multilora_jax.engine.rank_rows import SHRINK_PATIENCE
-from tests.engine.row_watch import PROMPT, Watch, allow, alone, as_new, three_sizes
+from tests.engine.row_watch import LARGE, PROMPT, Watch, allow, alone, as_new, three_sizes
 from tests.tiny_engine import LogitsRecorder, greedy, make_adapter
 
 
@@ -134,3 +134,16 @@ def test_d16_an_adapter_gets_its_rows_though_others_take_every_seat(tmp_path, mo
     assert all(any(name.startswith("hot") for name in step.running) for step in steps)
     for request_id in list(engine._requests):
         engine.abort_request(request_id)
+
+
+def test_where_nothing_runs_nobody_waits_for_slices(engine, tmp_path, monkeypatch):
+    """All that a step can begin with begin: their rows come before it, in the order of the queue."""
+    loras = [make_adapter(tmp_path / name, engine, rank, rank) for name, rank in (("one", 24), ("two", 64))]
+    allow(engine, monkeypatch, 0.001)
+    watch = Watch(engine, monkeypatch)
+    for name, lora in (("first", loras[0]), ("second", loras[1]), ("third", loras[0])):
+        engine.add_request(name, PROMPT, greedy(4), lora)
+    step = watch.step()
+    assert step.running == {"first", "second"}  # two prompts fill a step
+    assert (step.staged, step.copied) == ([], ["one"] * 3 + ["two"] * LARGE)
+    watch.finish()
