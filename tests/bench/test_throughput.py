@@ -37,8 +37,8 @@ def tiny(**overrides) -> EngineConfig:
 def test_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "out.json"
     words = (
-        "throughput --mix base,distinct,uniform --num-adapters 4 --rank 8 --num-prompts 6 --input-len 5 "
-        "--output-len 20 --max-num-seqs 4 --rounds 2"
+        "throughput --mix base,distinct,uniform --num-adapters 4 --rank 8 --num-prompts 8 --input-len 5 "
+        "--output-len 3 --max-num-seqs 4 --max-num-batched-tokens 128 --rounds 2"
     )
     done = subprocess.run(
         [sys.executable, "-m", "multilora_jax.bench", *words.split(), "--config", TINY, "--json", str(out)],
@@ -57,11 +57,11 @@ def test_command_prints_a_table_and_writes_json(tmp_path):
     read = json.loads(out.read_text())
     assert list(read) == ["command", "config", "versions", "rows"]
     assert read["command"] == "throughput"
-    assert read["config"]["num_prompts"] == 6
+    assert read["config"]["num_prompts"] == 8
     assert read["config"]["max_num_seqs"] == 4
     base, distinct, uniform = read["rows"]
     assert [row["num_adapters"] for row in read["rows"]] == [0, 4, 2]
-    assert [row["new_tokens"] for row in read["rows"]] == [120, 120, 120]
+    assert [row["new_tokens"] for row in read["rows"]] == [24, 24, 24]
     assert (base["ratio_to_base"], base["byte_floor_ratio"]) == (1.0, 1.0)
     assert distinct["byte_floor_ratio"] < uniform["byte_floor_ratio"] < 1
     for row in read["rows"]:
@@ -139,7 +139,7 @@ def test_without_base_there_is_no_ratio_and_a_small_pool_is_named(caplog):
 
 
 def test_floor_counts_the_bytes_of_the_ranks():
-    work = small("base", "identical", "distinct", output_len=24)
+    work = small("base", "identical", "distinct")
     config = fit_config(tiny(), work, 2)
     rows = measure(config, work)["rows"]
     m = LLMEngine(config, progress=False).model_config
@@ -158,10 +158,10 @@ def test_a_run_has_buffers_of_its_own_size():
     prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
     with throughput._adapters(engine, work) as adapters:
         one, two = (engine.lora_request(adapter.name) for adapter in adapters)
-        run = run_once(engine, prompts[:2], [one, two], 12, ids)
-        assert run.new_tokens == 24
+        run = run_once(engine, prompts, [one, two, one, two], 3, ids)
+        assert run.new_tokens == 12
         assert run.loads == 2
-        assert {"random-0", "random-1"} in run.step_adapters
+        assert run.step_adapters[-1] == {"random-0", "random-1"}
         rows, buckets = engine.runner.rows, engine.runner.rows.buckets
         assert rows.rank_rows.bucket == min(b for b in buckets if b >= 32)
         again = run_once(engine, prompts, [one, None, None, None], 3, ids)

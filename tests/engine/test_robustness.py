@@ -37,6 +37,15 @@ def tokens(llm: LLM, *args, **kwargs) -> list[int]:
     return list(llm.generate(PROMPT, GREEDY, *args, use_tqdm=False, **kwargs)[0].outputs[0].token_ids)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C means what it means in a terminal; shells start background jobs with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("place", ["write_page", "rows", "insert", "layers", "finish"])
 def test_an_interrupt_inside_a_step_waits_for_its_end_and_loses_nothing(make, lora, place):
     wanted = tokens(make(), lora_request=lora)
