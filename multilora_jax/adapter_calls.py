@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.request import LoRARequest
 from multilora_jax.request_stream import RequestStream
 
 if TYPE_CHECKING:
-    from multilora_jax.engine.adapter_manager import Mix
     from multilora_jax.engine.llm_engine import LLMEngine
     from multilora_jax.lora.adapter import Adapter
 
@@ -32,20 +32,6 @@ PIN_WAIT_S = 10.0
 
 MAX_CALLS = 64
 """Calls about adapters under way at once; most wait for a disk or for another call about the same name."""
-
-
-def adapter_list(lora_request: Mix) -> list[LoRARequest]:
-    """A request's adapters as a list. Raises UserError for anything else."""
-    if lora_request is None:
-        return []
-    items: list[Any] = list(lora_request) if isinstance(lora_request, list | tuple) else [lora_request]
-    for item in items:
-        if not isinstance(item, LoRARequest):
-            raise UserError(
-                f"lora_request must be a LoRARequest or a list of them, not {type(item).__name__}",
-                reason="bad_lora_request", param="lora_request",
-            )  # fmt: skip
-    return items
 
 
 def without_loading(lora_request: Mix) -> Mix:
@@ -73,7 +59,7 @@ class AdapterCalls:
             UserError: one that is unknown or bad.
         """
         self._check_open()
-        loads = [self._first_load(request) for request in adapter_list(lora_request) if self._is_new(request)]
+        loads = [self._first_load(request) for request in read_mix(lora_request) if self._is_new(request)]
         if not loads:
             return
         try:

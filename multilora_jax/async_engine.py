@@ -15,14 +15,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from multilora_jax.adapter_calls import AdapterCalls, adapter_list, without_loading
+from multilora_jax.adapter_calls import AdapterCalls, without_loading
+from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.request import RequestOutput, SamplingParams
 from multilora_jax.request_stream import RequestStream, post, wake_all
 
 if TYPE_CHECKING:
-    from multilora_jax.engine.adapter_manager import Mix
     from multilora_jax.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class AsyncEngine(AdapterCalls):
             UserError: bad input; no other request is affected.
             UnavailableError: the engine is dead or shutting down.
         """
-        names = frozenset(request.lora_name for request in adapter_list(lora_request))
+        names = frozenset(request.lora_name for request in read_mix(lora_request))
         arrival = time.monotonic() if arrival_time is None else arrival_time
         stream = RequestStream(request_id, names, asyncio.get_running_loop(), self._post_abort, arrival)
         with self._lock:

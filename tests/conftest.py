@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -29,3 +30,30 @@ def smollm2_golden() -> Path:
 def configs() -> Path:
     """Folder of the shipped configurations, with the trained adapters."""
     return ROOT / "configs"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Asynchronous tests run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture
+def make_engine():
+    """Builds an AsyncEngine over a FakeEngine of the given arguments; both are returned."""
+    from multilora_jax.async_engine import AsyncEngine
+    from tests.server.fake_engine import FakeEngine
+
+    made: list[tuple[AsyncEngine, FakeEngine]] = []
+
+    def make(stall_after_s: float = 120.0, **arguments: Any) -> tuple[AsyncEngine, FakeEngine]:
+        fake = FakeEngine(max_model_len=10_000, **arguments)
+        made.append((AsyncEngine(fake, stall_after_s=stall_after_s), fake))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for engine, fake in made:
+        fake.gate.set()
+        for gate in fake.builder.gates.values():
+            gate.set()
+        engine.shutdown(drain=False)

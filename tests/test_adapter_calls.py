@@ -9,39 +9,15 @@ from typing import Any
 
 import pytest
 
-from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.errors import AdapterError, NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest, SamplingParams
-from tests.server.fake_engine import GOLDEN, FakeEngine
+from tests.server.fake_engine import GOLDEN
 from tests.server.harness import wait_for
 
 pytestmark = pytest.mark.anyio
 
 ADAPTER, OTHER = (str(GOLDEN / "cases" / case) for case in ("all_linear", "attn_only"))
 LONG = 5000
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def make_engine():
-    """Builds an AsyncEngine over a FakeEngine of the given arguments; both are returned."""
-    made: list[tuple[AsyncEngine, FakeEngine]] = []
-
-    def make(**kwargs: Any) -> tuple[AsyncEngine, FakeEngine]:
-        fake = FakeEngine(max_model_len=10_000, **kwargs)
-        made.append((AsyncEngine(fake), fake))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for engine, fake in made:
-        fake.gate.set()
-        for gate in fake.builder.gates.values():
-            gate.set()
-        engine.shutdown(drain=False)
 
 
 async def last(generator):

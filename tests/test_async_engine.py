@@ -5,40 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from multilora_jax.async_engine import AsyncEngine, EngineDeadError
+from multilora_jax.async_engine import EngineDeadError
 from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.request import LoRARequest, SamplingParams
-from tests.server.fake_engine import GOLDEN, FakeEngine
+from tests.server.fake_engine import GOLDEN
 
 pytestmark = pytest.mark.anyio
 
 ADAPTER = str(GOLDEN / "cases" / "all_linear")
 LONG = 5000
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def make_engine():
-    """Builds an AsyncEngine over a FakeEngine of the given arguments; both are returned."""
-    made: list[tuple[AsyncEngine, FakeEngine]] = []
-
-    def make(stall_after_s: float = 120.0, **kwargs: Any) -> tuple[AsyncEngine, FakeEngine]:
-        fake = FakeEngine(max_model_len=10_000, **kwargs)
-        made.append((AsyncEngine(fake, stall_after_s=stall_after_s), fake))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for engine, fake in made:
-        fake.gate.set()
-        engine.shutdown(drain=False)
 
 
 async def last(generator):

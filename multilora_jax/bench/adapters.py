@@ -35,6 +35,7 @@ from multilora_jax.bench.runs import (
     rank_rows_of,
     run_once,
     settings_of,
+    with_room,
 )
 from multilora_jax.config import POOL_SIZE_KEYS, EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
@@ -172,17 +173,8 @@ def fit_config(
     rows = rank_rows_of(min(num_seqs, len(sizes)), largest, max_lora_rank)
     pages = sum(pages_of(sizes[: work.resident], model, config.page_tokens))
     kv = num_seqs * -(-(work.input_len + work.output_len) // config.page_tokens)
-    return dataclasses.replace(
-        config,
-        max_rank_rows=config.max_rank_rows if keep_rank_rows else rows,
-        max_lora_rank=max_lora_rank,
-        max_adapter_pages=pages,
-        pool_pages=1 + pages + kv + num_seqs,
-        pool_memory_gib=None,
-        gpu_memory_utilization=None,
-        lora_modules={},
-        adapter_roots=(),
-    )
+    rows = config.max_rank_rows if keep_rank_rows else rows
+    return with_room(config, rows, max_lora_rank, pages, kv + num_seqs)
 
 
 def measure(config: EngineConfig, work: Workload, paths: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -24,7 +24,7 @@ from multilora_jax.adapters.make import make_adapters
 from multilora_jax.bench.adapter_set import FILE_DTYPE, pages_of, size_of
 from multilora_jax.bench.cold_bench import ColdBench, Results, Workload
 from multilora_jax.bench.report import make_report, table
-from multilora_jax.bench.runs import check_compilations, check_length, rank_rows_of, settings_of
+from multilora_jax.bench.runs import check_compilations, check_length, rank_rows_of, settings_of, with_room
 from multilora_jax.config import EngineConfig
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.config import ModelConfig
@@ -121,17 +121,8 @@ def fit_config(
     rows += rank_rows_of(min(2, len(cold)), sizes[-1].rank, 1)
     kv = num_seqs * -(-max(work.input_len + work.output_len, work.stream_len) // config.page_tokens)
     adapters = sum(pages) + pages[-1]
-    return dataclasses.replace(
-        config,
-        max_rank_rows=config.max_rank_rows if keep_rank_rows else rows,
-        max_lora_rank=max_lora_rank,
-        max_adapter_pages=adapters,
-        pool_pages=1 + adapters + kv + num_seqs,
-        pool_memory_gib=None,
-        gpu_memory_utilization=None,
-        lora_modules={},
-        adapter_roots=(),
-    )
+    rows = config.max_rank_rows if keep_rank_rows else rows
+    return with_room(config, rows, max_lora_rank, adapters, kv + num_seqs)
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,23 @@ def check_length(config: EngineConfig, input_len: int, output_len: int) -> None:
             "shorten them or raise it",
             reason="conflicting_keys", param="max_model_len",
         )  # fmt: skip
+
+
+def with_room(
+    config: EngineConfig, rank_rows: int, max_lora_rank: int, adapter_pages: int, kv_pages: int
+) -> EngineConfig:
+    """The configuration with a pool of exactly these pages, these limits and no adapters of its own."""
+    return dataclasses.replace(
+        config,
+        max_rank_rows=rank_rows,
+        max_lora_rank=max_lora_rank,
+        max_adapter_pages=adapter_pages,
+        pool_pages=1 + adapter_pages + kv_pages,
+        pool_memory_gib=None,
+        gpu_memory_utilization=None,
+        lora_modules={},
+        adapter_roots=(),
+    )
 
 
 def rank_rows_of(num_adapters: int, rank: int, max_lora_rank: int) -> int:

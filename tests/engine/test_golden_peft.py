@@ -53,10 +53,10 @@ def test_cases_and_mixes_of_a_base_in_one_batch(golden_tiny, base):
 
 @pytest.mark.parametrize("base", ["tied", "untied", "biased"])
 def test_bfloat16_errs_as_peft_itself_does(golden_tiny, base):
-    """Root-mean-square error of the logits at most 1.5 times that of PEFT in bfloat16, adapter by adapter."""
+    """Over all adapters of a base the logits err no more than PEFT's own in bfloat16, and none by half as much again."""
     engine = make_engine(golden_tiny / "bases" / base, dtype="bfloat16", max_extra_vocab=8)
     recorder, loras = LogitsRecorder(engine), Loras()
-    own, allowed, names = [], [], []
+    own, peft, names = [], [], []
     for name, entry in MANIFEST["bfloat16"].items():
         folder = GOLDEN / entry["case"]
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -70,7 +70,9 @@ def test_bfloat16_errs_as_peft_itself_does(golden_tiny, base):
         )
         errors = [recorder.take(i) - expected[f"logits.{i}"] for i in range(count)]
         own.append(np.mean(np.concatenate(errors) ** 2) ** 0.5)
-        allowed.append(1.5 * max(entry["rms_error"], entry["rms_error_whole"]))
+        peft.append(entry["rms_error"])
         names.append(name)
     assert len(names) >= 2
-    assert np.all(np.array(own) < allowed), dict(zip(names, zip(own, allowed, strict=True), strict=True))
+    found = dict(zip(names, zip(own, peft, strict=True), strict=True))
+    assert np.linalg.norm(own) <= np.linalg.norm(peft), found
+    assert np.all(np.array(own) < 1.5 * np.array(peft)), found
