@@ -53,7 +53,7 @@ def test_cases_and_mixes_of_a_base_in_one_batch(golden_tiny, base):
 
 @pytest.mark.parametrize("base", ["tied", "untied", "biased"])
 def test_bfloat16_errs_as_peft_itself_does(golden_tiny, base):
-    """Over all adapters of a base the logits err no more than PEFT's own in bfloat16, and none by half as much again."""
+    """Over all adapters of a base the logits err no more than PEFT itself in bfloat16, and none half as much again."""
     engine = make_engine(golden_tiny / "bases" / base, dtype="bfloat16", max_extra_vocab=8)
     recorder, loras = LogitsRecorder(engine), Loras()
     own, peft, names = [], [], []
