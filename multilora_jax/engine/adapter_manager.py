@@ -221,20 +221,6 @@ class AdapterManager:
         waiting = self._scheduler.waiting(self._config.prefetch_lookahead)
         return self.transfers.plan(waiting, busy=self._scheduler.num_running > 0)
 
-    def to_stage(self) -> tuple[list[Adapter], list[Adapter]]:
-        """The adapters of the running sequences, and those in the pool that the next ones to start will add."""
-        active, wanted = self._scheduler.active, dict[Adapter, None]()
-        # Where every seat is taken, the next one to come free is prepared for: else others would always be there first.
-        seats = max(1, self._scheduler.num_free_seats)
-        for seq in self._scheduler.waiting(self._config.prefetch_lookahead):
-            together = tuple(dict.fromkeys((*wanted, *seq.adapters)))
-            if all(map(self._cache.is_ready, seq.adapters)) and active.has_room_for(together):
-                wanted.update(dict.fromkeys(seq.adapters))
-                seats -= 1
-            if not seats:
-                break
-        return list(active.users), list(wanted)
-
     def failed_sequences(self) -> list[tuple[Sequence, UserError]]:
         """Waiting sequences whose adapter could not be read again, and why, each told once."""
         failed: dict[str, tuple[Sequence, UserError]] = {}

@@ -256,7 +256,7 @@ class LLMEngine:
             failed = self._fail_sequences()
             self.runner.write_pages(self.adapters.before_step())
             if self.scheduler.num_running:
-                self.runner.stage(*self.adapters.to_stage(), self.cache.pages_of)
+                self.runner.stage(*self.adapters.transfers.to_stage(), self.cache.pages_of)
             plan = self.scheduler.schedule()
             if plan is not None:
                 built, output = self.runner.execute(plan, self.cache.pages_of)

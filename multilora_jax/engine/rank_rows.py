@@ -193,7 +193,11 @@ def _num_blocks(adapter: Any) -> int:
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Buffer sizes up to `max_rows`: 16, then each four times the one before, and `max_rows` itself."""
+    """Buffer sizes up to `max_rows`, and `max_rows` itself: 16, 64, 128, 256, 384 and on, by 1.5 and 1.33 in turn.
+
+    A step multiplies by whole buffers, so where rows are many a size too large costs more than a few programs.
+    """
     largest = -(-max_rows // ROW_BLOCK) * ROW_BLOCK
-    buckets = [size for size in (16 * 4**n for n in range(8)) if size < largest]
-    return [*buckets, largest]
+    doublings = [128 * 2**n for n in range(1, 12)]
+    sizes = sorted((16, 64, 128, *doublings, *(size * 3 // 2 for size in doublings)))
+    return [*(size for size in sizes if size < largest), largest]

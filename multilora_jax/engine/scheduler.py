@@ -91,6 +91,11 @@ class Scheduler:
         """Sequences that may start beside the running ones."""
         return self.config.max_num_seqs - len(self._running)
 
+    def seats_within(self, num_steps: int) -> int:
+        """Seats that are free or will be in so many steps at the latest, a stop before max_tokens not counted."""
+        ending = sum(e.seq.max_total_tokens - e.seq.num_tokens <= num_steps for e in self._running.values())
+        return self.num_free_seats + ending
+
     def has_unfinished(self) -> bool:
         return bool(self._live)
 

@@ -25,6 +25,10 @@ from multilora_jax.lora.residency import PageWrite
 from multilora_jax.request import Sequence
 
 
+STAGE_AHEAD = 32
+"""Steps ahead that seats are counted as coming free: about what staging the rows of a large adapter takes."""
+
+
 class PageSource(Protocol):
     """Where host copies come from."""
 
@@ -123,6 +127,20 @@ class AdapterTransfers:
         if self._pages:
             self._pages = {adapter: pages for adapter, pages in self._pages.items() if cache.is_loading(adapter)}
         return copies
+
+    def to_stage(self) -> tuple[list[Any], list[Any]]:
+        """The adapters of the running sequences, and those in the pool that the next ones to start will add."""
+        scheduler, active, wanted = self._scheduler, self._scheduler.active, dict[Any, None]()
+        # Seats about to come free are prepared for, one at least: else others would always be there first.
+        seats = max(1, scheduler.seats_within(STAGE_AHEAD))
+        for seq in scheduler.waiting(self._lookahead):
+            together = tuple(dict.fromkeys((*wanted, *seq.adapters)))
+            if all(map(self._cache.is_ready, seq.adapters)) and active.has_room_for(together):
+                wanted.update(dict.fromkeys(seq.adapters))
+                seats -= 1
+            if not seats:
+                break
+        return list(active.users), list(wanted)
 
     def _due(self, in_sight: Iterable[Sequence]) -> set[Sequence]:
         """The sequences that could run now but for their adapters, one for each free seat."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multilora_jax.engine.transfers import STAGE_AHEAD
 from multilora_jax.request import FinishReason
 from tests.engine.scheduler_bench import Bench, FakeAdapter, ran, started
 from tests.lora.fake_adapter import fakes
@@ -70,6 +71,20 @@ def test_without_prefetch_nothing_is_asked_for_while_no_seat_is_free():
     bench.step()
     bench.step()
     assert bench.source.requests == [a]
+    bench.drain()
+
+
+def test_rows_are_staged_for_as_many_as_will_find_a_seat_soon():
+    bench = Bench(max_num_seqs=2, max_rank_rows=4 * 8)
+    a, b, c, d = fakes("abcd", 1)
+    for name, adapter, output in [("0", a, 100), ("1", b, 100), ("2", c, 5), ("3", d, 5)]:
+        bench.add(name, output=output, adapter=adapter)
+    bench.step()
+    assert bench.transfers.to_stage() == ([a, b], [c])  # one, though no seat is in sight
+    while bench.scheduler.seats_within(STAGE_AHEAD) < 2:
+        bench.step()
+    assert bench.transfers.to_stage() == ([a, b], [c, d])
+    assert bench.queue() == ["2", "3"]
     bench.drain()
 
 
