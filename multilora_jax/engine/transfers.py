@@ -24,7 +24,6 @@ from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.request import Sequence
 
-
 STAGE_AHEAD = 32
 """Steps ahead that seats are counted as coming free: about what staging the rows of a large adapter takes."""
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-PAGE_CHUNK = 8
-"""Pages that one iteration reads of every row (128 tokens at 16 tokens a page)."""
+PAGE_CHUNK = 4
+"""Pages that one iteration reads of every row (64 tokens at 16 tokens a page). Of a long context 8 at a time would be
+as fast, of a short one most would be masked: in 8 rows of 50 tokens attention takes 7 ms with 4 and 12 ms with 8."""
 
 _MASKED = -1e30
 

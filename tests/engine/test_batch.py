@@ -107,7 +107,7 @@ def test_decode_rows():
     np.testing.assert_array_equal(batch.mix_SX, mix_SX)
     assert list(batch.sampling.vocab_S[:4]) == [5000, 5000, 5000, 1]
     assert list(batch.table_SP[1, :9]) == seqs[1].page_ids
-    assert batch.decode_chunks == 2  # 129 tokens at 128 a chunk
+    assert batch.decode_chunks == 3  # 129 tokens at 64 a chunk
     assert batch.prefill_chunks == 0
     assert list(batch.sampling.index_S[:3]) == [0, 1, 2]
     assert list(batch.sampling.position_S[:3]) == [21, 129, 1]
@@ -127,7 +127,7 @@ def test_prefill_chunks_fill_blocks_of_their_own():
     sampling = built.batch.sampling
     assert [int(sampling.index_S[row]) for row in (0, 9, 13)] == [0, 8 + 10, 40 + 9]
     assert [int(sampling.position_S[row]) for row in (0, 9, 13)] == [10, 11, 130]
-    assert (built.batch.decode_chunks, built.batch.prefill_chunks) == (1, 2)
+    assert (built.batch.decode_chunks, built.batch.prefill_chunks) == (1, 3)
     assert np.asarray(built.batch.mix_SX)[:, 0].tolist() == [0] * 8 + [1, 1] + [0] * 4
 
 
