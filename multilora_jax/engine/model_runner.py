@@ -20,12 +20,14 @@ from multilora_jax.engine.rank_rows import HostTables, num_slots, row_buckets
 from multilora_jax.engine.row_buffers import ATTENTION, PagesOf, RowBuffers
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.lora.adapter import Adapter
+from multilora_jax.lora.layout import Reach
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
 from multilora_jax.models.batch import ForwardBatch, LoRARows, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama, vocab_inputs
+from multilora_jax.models.rows import attention_rows
 from multilora_jax.models.sampler import StepOutput
 from multilora_jax.request import Sequence
 
@@ -81,14 +83,15 @@ class ModelRunner:
         keys: list[tuple[Any, ...]] = []
         for rows in (0, *self.rows.buckets):
             for shape in self.shapes:
-                keys += [("begin", shape, rows, False), ("layers", shape, rows, False)]
+                keys.append(("begin", shape, rows, False))
+                keys += [("layers", shape, rows, reach) for reach in _plain(rows)]
         keys += [("finish", shape, False) for shape in self.shapes] + [("logprobs", False)]
         for rows in self.rows.buckets:
             keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
         for rows in self.rows.buckets[-1:]:
             keys += [("write_page",), ("read_page",), ("logprobs", True)]
             for shape in self.extended_shapes:
-                keys += [("begin", shape, rows, True), ("layers", shape, rows, True), ("finish", shape, True)]
+                keys += [("begin", shape, rows, True), ("layers", shape, rows, Reach.EXTENDED), ("finish", shape, True)]
         pool = ThreadPoolExecutor(threads)
         try:
             futures = [pool.submit(self.programs.get, *key) for key in keys]
@@ -102,13 +105,13 @@ class ModelRunner:
             self._first_runs(rows)
         for shape in (self.shapes[0], self.shapes[-1]):
             batch = empty_batch(shape, self.spec.prefill_block, self.width)
-            self._run(batch, shape, 0, False).token_S.block_until_ready()
+            self._run(batch, shape, 0, Reach.ATTENTION).token_S.block_until_ready()
         self.rows.time_copies(self.pool)
 
     def _first_runs(self, rows: int) -> None:
         """Runs each plain program of layers once, on one group: the first run takes longer than all others."""
         weights, _, first = self._groups[0]
-        buffers = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
+        buffers: list[Any] = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
         tables = HostTables.empty(self.spec.config.num_layers, rows)
         for shape in self.shapes:
             batch = self._put(empty_batch(shape, self.spec.prefill_block, self.width, num_slots(rows)))
@@ -116,8 +119,10 @@ class ModelRunner:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
                 batch.lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
             x, inputs = self.programs.get("begin", shape, rows, False)(self.params["top"], batch, None)
-            layers = self.programs.get("layers", shape, rows, False)
-            x, self.pool = layers(weights, buffers, self.pool, first, x, inputs)
+            for reach in _plain(rows):
+                part = list(map(attention_rows, buffers)) if rows and reach is Reach.ATTENTION else buffers
+                layers = self.programs.get("layers", shape, rows, reach)
+                x, self.pool = layers(weights, part, self.pool, first, x, inputs)
             x.block_until_ready()
 
     def write_pages(self, writes: Iterable[tuple[PageWrite, np.ndarray]]) -> None:
@@ -145,12 +150,12 @@ class ModelRunner:
             pages_of: page ids of a resident adapter.
         """
         plan = self.rows.activate(step.adapters, self.pool, pages_of)
-        shapes = self.extended_shapes if plan.extended else self.shapes
+        shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.shapes
         built = build_batch(
             step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
             self.rows.slot_of,
         )  # fmt: skip
-        return built, self._run(built.batch, built.shape, plan.bucket, plan.extended)
+        return built, self._run(built.batch, built.shape, plan.bucket, plan.reach)
 
     def prompt_logprobs(
         self, seq: Sequence, hidden: np.ndarray, start: int, targets: list[int]
@@ -186,17 +191,22 @@ class ModelRunner:
             result += list(zip(*(np.asarray(v)[: len(part)] for v in values), strict=True))
         return result
 
-    def _run(self, batch: ForwardBatch, shape: BatchShape, rows: int, extended: bool) -> StepOutput:
-        batch = self._put(batch)
+    def _run(self, batch: ForwardBatch, shape: BatchShape, rows: int, reach: Reach) -> StepOutput:
+        batch, extended = self._put(batch), reach is Reach.EXTENDED
         if rows and self.rows.tables is not None:
             batch.lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
         top, programs, vocab = self.params["top"], self.programs, vocab_inputs(self.pool, batch)
         x, inputs = programs.get("begin", shape, rows, extended)(top, batch, vocab)
-        layers = programs.get("layers", shape, rows, extended)
-        no_rows = [None] * programs.group
+        layers = programs.get("layers", shape, rows, reach)
+        buffers = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
         for weights, where, first in self._groups:
-            x, self.pool = layers(weights, self.rows.layers[where] if rows else no_rows, self.pool, first, x, inputs)
+            x, self.pool = layers(weights, buffers[where], self.pool, first, x, inputs)
         return programs.get("finish", shape, extended)(top, x, batch.sampling, vocab_inputs(self.pool, batch))
 
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))
+
+
+def _plain(rows: int) -> list[Reach]:
+    """The kinds of plain programs of layers for so many rank rows."""
+    return [Reach.ATTENTION, Reach.PROJECTIONS] if rows else [Reach.ATTENTION]

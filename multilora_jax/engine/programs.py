@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
 from multilora_jax.engine.vocab_tables import empty_tables
+from multilora_jax.lora.layout import Reach
 from multilora_jax.memory.pool import POOL_SPEC, read_page, write_page
 from multilora_jax.models.batch import (
     ExtraTables,
@@ -37,7 +38,7 @@ from multilora_jax.models.batch import (
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
 from multilora_jax.models.loader import param_specs
-from multilora_jax.models.rows import LAYER_ROWS_SPEC, insert_rows, make_rows, unit_columns
+from multilora_jax.models.rows import LAYER_ROWS_SPEC, attention_rows, insert_rows, make_rows, unit_columns
 from multilora_jax.models.sampler import StepOutput, mask_vocabulary, sample, token_logprobs
 
 MAX_CPU_GROUP = 4
@@ -127,9 +128,9 @@ class Programs:
     def get(self, *key: Any) -> Any:
         """The program of a key, compiled now if it never was.
 
-        Keys: ("begin" | "layers", shape, rows, extended), ("finish", shape, extended), ("insert", rows, modules),
-        ("rows", rows), ("write_page",), ("read_page",), ("logprobs", extended), where rows is the number of active rank
-        rows; an extended step has an adapter with gains, norms or changes of the vocabulary, and always the most rows.
+        Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach), ("finish", shape, extended),
+        ("insert", rows, modules), ("rows", rows), ("write_page",), ("read_page",), ("logprobs", extended), where rows
+        is the number of active rank rows and reach what their adapters change. An extended step has the most rows.
         """
         program = self._programs.get(key)
         if program is None:
@@ -169,13 +170,14 @@ class Programs:
         specs: Any = (POOL_SPEC, P(), P())
         return VocabInputs(*specs) if extended else None
 
-    def _layers(self, shape: BatchShape, rows: int, extended: bool) -> Any:
-        n, layers = self.group, self._params["layers"]
+    def _layers(self, shape: BatchShape, rows: int, reach: Reach) -> Any:
+        n, layers, extended = self.group, self._params["layers"], reach is Reach.EXTENDED
+        strip = attention_rows if reach is Reach.ATTENTION else lambda rows: rows
         local = functools.partial(begin, spec=replace(self.spec, axis_name=None))
         # What adapters do to the embedding changes no shape.
         x, inputs = self.abstract(jax.eval_shape(local, self._params["top"], self._batch(shape, rows, extended), None))
-        row_buffers = self._row_buffers(rows) if rows else [None] * n
-        row_specs = [LAYER_ROWS_SPEC if rows else None] * n
+        row_buffers = list(map(strip, self._row_buffers(rows))) if rows else [None] * n
+        row_specs = [strip(LAYER_ROWS_SPEC) if rows else None] * n
         fn = self._jit(
             functools.partial(run_layers, spec=self.spec),
             (self._specs["layers"][:n], row_specs, POOL_SPEC, P(), P(), P()),

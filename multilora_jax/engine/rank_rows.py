@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from multilora_jax.lora.layout import Reach
 from multilora_jax.memory.geometry import MODULES
 
 ROW_BLOCK = 8
@@ -33,13 +34,13 @@ class RowPlan:
 
     Attributes:
         bucket: rows of the buffers; 0 when no adapter is in the step.
-        extended: an adapter of the step changes more than LoRA rows and biases can.
+        reach: what of the model the adapters of the step change together.
         rebuild: the buffers are replaced by fresh ones of `bucket` rows.
         copies: what must be copied first.
     """
 
     bucket: int
-    extended: bool = False
+    reach: Reach = Reach.ATTENTION
     rebuild: bool = False
     copies: list[RowCopy] = field(default_factory=list)
 
@@ -110,7 +111,7 @@ class RankRows:
         """
         need = sum(_num_blocks(a) for a in adapters) * ROW_BLOCK
         # Extended steps are compiled for one size only.
-        extended = any(a.layout.extended for a in adapters)
+        extended = reach_of(adapters) is Reach.EXTENDED
         fitting = [b for b in (self.buckets[-1:] if extended else self.buckets) if b >= need]
         if not fitting:
             raise ValueError(f"{need} rank rows in one step exceed the largest bucket {self.buckets[-1]}")
@@ -133,8 +134,9 @@ class RankRows:
         self.place(adapters, adapters)
         for adapter in adapters:  # most recently used last
             self._blocks[adapter] = self._blocks.pop(adapter)
-        extended = any(a.layout.extended for a in adapters)
-        return RowPlan(self.bucket, extended, rebuild, [copy for a in adapters for copy in self.take_copies(a)])
+        return RowPlan(
+            self.bucket, reach_of(adapters), rebuild, [copy for a in adapters for copy in self.take_copies(a)]
+        )
 
     def place(self, adapters: Iterable[Any], keep: Iterable[Any]) -> None:
         """Gives each of these adapters blocks, where it has none, taken from adapters that are not to be kept."""
@@ -181,6 +183,11 @@ class RankRows:
             tables.gain_LMR[..., rows_R] = own.gain_LMR
             tables.norm_L2R[..., rows_R] = own.norm_L2R
         return tables
+
+
+def reach_of(adapters: Iterable[Any]) -> Reach:
+    """What the adapters of a step change together."""
+    return max((adapter.layout.reach for adapter in adapters), default=Reach.ATTENTION)
 
 
 def num_slots(num_rows: int) -> int:

@@ -19,9 +19,10 @@ from multilora_jax.engine.programs import Programs
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, RankRows, RowCopy, RowPlan, num_slots
 from multilora_jax.engine.vocab_tables import vocab_tables
 from multilora_jax.lora.adapter import Adapter
-from multilora_jax.memory.geometry import MODULES, PoolGeometry
+from multilora_jax.lora.layout import Reach
+from multilora_jax.memory.geometry import MODULES, NUM_ATTENTION, PoolGeometry
 from multilora_jax.models.batch import ExtraTables, LayerRows, LoRARows
-from multilora_jax.models.rows import unit_columns
+from multilora_jax.models.rows import attention_rows, unit_columns
 
 PagesOf = Callable[[Adapter], list[int]]
 
@@ -31,7 +32,7 @@ STAGE_SHARE = 0.15
 _START_BYTES_PER_S = 1e9  # until a block was timed
 _KEEP = 0.9  # of the moving average of a step's time
 
-ATTENTION = MODULES[:4]
+ATTENTION = MODULES[:NUM_ATTENTION]
 """Copied alone for the many adapters that have nothing else: two fifths of the work."""
 
 
@@ -93,6 +94,10 @@ class RowBuffers:
         """The buffers that steps use now, per layer."""
         return self._now.layers
 
+    def layers_for(self, reach: Reach) -> list[LayerRows]:
+        """What a step of this kind reads of them."""
+        return list(map(attention_rows, self.layers)) if reach is Reach.ATTENTION else self.layers
+
     def slot_of(self, adapter: Adapter) -> int:
         """See RankRows.index_of."""
         return self._now.rank_rows.index_of(adapter)
@@ -138,7 +143,7 @@ class RowBuffers:
             owner_R, scale_LMR, const_LMR = self._put((host.owner_R, host.scale_LMR, host.const_LMR))
             self.tables = LoRARows([], owner_R, scale_LMR, const_LMR, None)
             self.extra = None
-        if plan.extended:
+        if plan.reach is Reach.EXTENDED:
             # An adapter may have been evicted and loaded again to other pages since its rows were copied.
             key = [(adapter, list(pages_of(adapter))) for adapter in adapters if adapter.layout.vocab is not None]
             if self.extra is None or key != self._vocab_key:
@@ -233,6 +238,4 @@ class RowBuffers:
 
 def _modules(adapter: Adapter) -> tuple[str, ...]:
     """What is copied of an adapter; the stale rows of other modules are multiplied by 0."""
-    layout = adapter.layout
-    mlp = layout.ranks_LM[:, 4:].any() or (layout.start_bias_LM[:, 4:] >= 0).any() or layout.extended
-    return MODULES if mlp else ATTENTION
+    return ATTENTION if adapter.layout.reach is Reach.ATTENTION else MODULES

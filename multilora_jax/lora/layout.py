@@ -11,12 +11,14 @@ MLP.)
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import ml_dtypes
 import numpy as np
 
-from multilora_jax.memory.geometry import MODULES
+from multilora_jax.memory.geometry import MODULES, NUM_ATTENTION
 
 COMPUTE_DTYPES = {
     "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
@@ -92,6 +94,17 @@ class RowTables:
     norm_L2R: np.ndarray
 
 
+class Reach(enum.IntEnum):
+    """What of the model an adapter changes; the larger includes the smaller."""
+
+    ATTENTION = 0
+    """LoRA rows and biases of q, k, v and o alone."""
+    PROJECTIONS = 1
+    """Those of any projection."""
+    EXTENDED = 2
+    """Gains, norms, embedding or head too."""
+
+
 @dataclass(frozen=True, eq=False)
 class AdapterLayout:
     """Sizes of an adapter and the places of its rows; small, and known without its pages.
@@ -134,10 +147,18 @@ class AdapterLayout:
     norm_row: int = -1
     vocab: VocabLayout | None = None
 
+    @cached_property
+    def reach(self) -> Reach:
+        """What a step must be able to do for it."""
+        if self.gain_row >= 0 or self.norm_row >= 0 or self.vocab is not None:
+            return Reach.EXTENDED
+        mlp = self.ranks_LM[:, NUM_ATTENTION:].any() or (self.start_bias_LM[:, NUM_ATTENTION:] >= 0).any()
+        return Reach.PROJECTIONS if mlp else Reach.ATTENTION
+
     @property
     def extended(self) -> bool:
         """Whether it changes more than LoRA rows and biases can: gains, norms, or anything of the vocabulary."""
-        return self.gain_row >= 0 or self.norm_row >= 0 or self.vocab is not None
+        return self.reach is Reach.EXTENDED
 
     def row_units(self, module_index: int, first_row: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Units of the rows [first_row, first_row + num_rows) of one module in every layer.

@@ -16,6 +16,9 @@ from multilora_jax.errors import ConfigError
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The seven projections of a Llama layer; the order of the module axis `M` everywhere."""
 
+NUM_ATTENTION = 4
+"""The first of MODULES, those of the attention."""
+
 
 def module_dims(module: str, *, hidden: int, q_dim: int, kv_dim: int, ffn: int) -> tuple[int, int]:
     """(in_dim, out_dim) of one of MODULES in a model of these widths."""

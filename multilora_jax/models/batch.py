@@ -19,20 +19,21 @@ class LayerRows:
 
     A is kept as rows `[M, R, in]`, the M modules that share an input together; B as `[out, R]`. Besides the rows of A
     and B an adapter may own a row with its biases, one with its gains and one with its norm deltas (the input norm's
-    in `b_o`, the other's in `b_down`): the tables in LoRARows say which row is which.
+    in `b_o`, the other's in `b_down`): the tables in LoRARows say which row is which. Steps whose adapters all leave
+    the MLP alone run without its rows.
     """
 
     a_qkv: jax.Array  # [3, R, D]
     a_o: jax.Array  # [1, R, N*H]
-    a_gate_up: jax.Array  # [2, R, D]
-    a_down: jax.Array  # [1, R, F]
+    a_gate_up: jax.Array | None  # [2, R, D]
+    a_down: jax.Array | None  # [1, R, F]
     b_q: jax.Array  # [N*H, R]
     b_k: jax.Array  # [K*H, R]
     b_v: jax.Array  # [K*H, R]
     b_o: jax.Array  # [D, R]
-    b_gate: jax.Array  # [F, R]
-    b_up: jax.Array  # [F, R]
-    b_down: jax.Array  # [D, R]
+    b_gate: jax.Array | None  # [F, R]
+    b_up: jax.Array | None  # [F, R]
+    b_down: jax.Array | None  # [D, R]
 
 
 @jax.tree_util.register_dataclass

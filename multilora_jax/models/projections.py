@@ -45,6 +45,10 @@ class LayerDeltas:
         norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
         return cls(rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm)
 
+    def touches(self, module: str) -> bool:
+        """Whether the step has rows for the module."""
+        return getattr(self.rows, PLACES[module][0]) is not None
+
     def shrink(self, spec: LlamaSpec, x: jax.Array, modules: tuple[str, ...]) -> jax.Array:
         """lora_shrink of modules that share the input x (this shard's features)."""
         first = MODULES.index(modules[0])
@@ -81,7 +85,7 @@ def column_parallel(
     modules: tuple[str, ...],
 ) -> jax.Array:
     """Projections that share an input (q, k, v or gate, up), outputs side by side; float32 in the activation layout."""
-    if lora is None:
+    if lora is None or not lora.touches(modules[0]):
         return linear(spec, w_OI, x, bias_O)
     y = linear(spec, w_OI, x)
     if lora.gain_MR is not None:
@@ -99,7 +103,7 @@ def row_parallel(
 ) -> jax.Array:
     """A projection whose input is sharded (o, down); float32 in the activation layout, summed over shards."""
     y = linear(spec, w_OI, x)
-    if lora is not None:
+    if lora is not None and lora.touches(module):
         if lora.gain_MR is not None:
             gain = lora.vectors(spec, lora.gain_MR[MODULES.index(module)], module)
             y = y * (1 + _gather_features(spec, gain))

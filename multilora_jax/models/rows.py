@@ -33,6 +33,11 @@ LAYER_ROWS_SPEC = LayerRows(**_SPECS)
 """Every rank row is split along its long dimension."""
 
 
+def attention_rows(rows: LayerRows) -> LayerRows:
+    """Those of the attention alone; also of a LayerRows of anything else."""
+    return dataclasses.replace(rows, a_gate_up=None, a_down=None, b_gate=None, b_up=None, b_down=None)
+
+
 def make_rows(spec: LlamaSpec, num_rows: int, num_layers: int) -> list[LayerRows]:
     """Buffers of R rank rows for some layers, zeros, whole (all shards)."""
     g = spec.geometry

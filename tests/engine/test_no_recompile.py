@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from multilora_jax.lora.layout import Reach
 from multilora_jax.request import LoRARequest, SamplingParams
 from tests.tiny_engine import Request, greedy, make_adapter, make_engine, run_all, tiny_engine, tokens_of
 
@@ -66,6 +67,23 @@ def test_traffic_compiles_nothing(engine, compiles, tmp_path):
     assert tokens_of(again) == tokens_of(first)
     assert engine.runner.rows.rank_rows.bucket == 64  # both sizes were used
     assert engine.stats().compilations == 0
+    assert compiles == []
+
+
+def test_steps_of_attention_adapters_run_without_rows_of_the_mlp(engine, compiles, tmp_path, monkeypatch):
+    attention = make_adapter(tmp_path / "attention", engine, 4, 1, modules=("q_proj", "o_proj"))
+    whole = make_adapter(tmp_path / "whole", engine, 4, 2)
+    keys, get = [], engine.runner.programs.get
+    monkeypatch.setattr(engine.runner.programs, "get", lambda *key: keys.append(key) or get(*key))
+    alone = run_all(engine, [Request("Hello", greedy(6), attention), Request("Hello", greedy(6))])
+    assert {key[3] for key in keys if key[0] == "layers"} == {Reach.ATTENTION}
+    keys.clear()
+    mixed = run_all(engine, [Request("Hello", greedy(6), attention), Request("Hello", greedy(6), whole)])
+    assert Reach.PROJECTIONS in {key[3] for key in keys if key[0] == "layers"}
+    keys.clear()
+    again = run_all(engine, [Request("Hello", greedy(6), attention)])  # beside idle rows of the other
+    assert {key[3] for key in keys if key[0] == "layers"} == {Reach.ATTENTION}
+    assert tokens_of(alone)[0] == tokens_of(mixed)[0] == tokens_of(again)[0] != tokens_of(alone)[1]
     assert compiles == []
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_jax.engine.rank_rows import ROW_BLOCK, SHRINK_PATIENCE, HostTables, RankRows, num_slots, row_buckets
-from multilora_jax.lora.layout import AdapterLayout
+from multilora_jax.lora.layout import AdapterLayout, Reach
 
 LAYERS = 2
 
@@ -175,7 +175,7 @@ def test_special_rows_count_and_their_tables_follow():
     buffers = Buffers(RankRows([16, 64], LAYERS))
     biased = Adapter(8, bias=True)
     plan = buffers.step([biased])
-    assert (plan.bucket, plan.extended, len(plan.copies)) == (16, False, 2)
+    assert (plan.bucket, plan.reach, len(plan.copies)) == (16, Reach.PROJECTIONS, 2)
     assert buffers.tables.const_LMR.sum() == LAYERS * 7
 
 
@@ -184,10 +184,10 @@ def test_extended_adapters_run_with_the_most_rows():
     buffers = Buffers(RankRows([16, 64], LAYERS))
     assert buffers.step([a]).bucket == 16
     plan = buffers.step([a, dora])
-    assert (plan.bucket, plan.extended, plan.rebuild) == (64, True, True)
+    assert (plan.bucket, plan.reach, plan.rebuild) == (64, Reach.EXTENDED, True)
     plan = buffers.step([a])
-    assert (plan.bucket, plan.extended) == (64, False)
-    assert buffers.step([norms, dora]).extended
+    assert (plan.bucket, plan.reach) == (64, Reach.PROJECTIONS)
+    assert buffers.step([norms, dora]).reach is Reach.EXTENDED
     for _ in range(2 * SHRINK_PATIENCE):
         assert buffers.rows.target([dora]) == 64
     assert num_slots(64) == 8
