@@ -123,9 +123,7 @@ def _stream_usage(body: CompletionBody, newest: dict[int, RequestOutput]) -> dic
     return {"usage": usage(newest.values()) if body.continuous_usage else None}
 
 
-def _choices(
-    body: CompletionBody, prompts: list[Prompt], which: int, tokenizer: Tokenizer | None
-) -> list[_Choice]:
+def _choices(body: CompletionBody, prompts: list[Prompt], which: int, tokenizer: Tokenizer | None) -> list[_Choice]:
     """The choices of a prompt: those of the first prompt come first, then those of the second."""
     n = body.n or 1
     return [_Choice(body, prompts[which], which * n + i, i, tokenizer) for i in range(n)]

@@ -122,7 +122,9 @@ class GenerationBody(Body):
     @classmethod
     def _check_salt(cls, value: str | None) -> str | None:
         if value == "":
-            raise UserError("cache_salt is empty: leave it out, or send some text", reason="bad_value", param="cache_salt")
+            raise UserError(
+                "cache_salt is empty: leave it out, or send some text", reason="bad_value", param="cache_salt"
+            )
         return value
 
     @field_validator("request_id")
