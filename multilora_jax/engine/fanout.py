@@ -77,12 +77,15 @@ class Fanout:
         kv: of the engine's sequences.
         page_tokens: tokens of a page.
         caches: whether pages are shared between requests.
+
+    Attributes:
+        caches: as given.
     """
 
     def __init__(self, kv: KVManager, page_tokens: int, *, caches: bool):
         self._kv = kv
         self._page_tokens = page_tokens
-        self._caches = caches
+        self.caches = caches
         self._families: dict[str, Family] = {}
         self._family_of: dict[str, Family] = {}
         self._roots = itertools.count()
@@ -105,7 +108,7 @@ class Fanout:
                 f"request id {first.request_id!r} is in use by a live request: choose another",
                 reason="duplicate_request_id", param="request_id",
             )  # fmt: skip
-        if self._caches:
+        if self.caches:
             digests = [adapter.digest for adapter in first.adapters]
             root = prefix_root(digests, first.adapter_scales, salt)
         elif params.n > 1:
@@ -151,7 +154,7 @@ class Fanout:
             return
         for seq in family.sequences:
             del self._family_of[seq.request_id]
-        if not self._caches:
+        if not self.caches:
             self._kv.forget(family.sequences[0])
 
     def merge(self, outputs: list[RequestOutput], end: Callable[[str], Any]) -> list[RequestOutput]:
