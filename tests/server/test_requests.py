@@ -187,7 +187,8 @@ async def test_fields_that_are_not_served_are_refused_by_name(server, field, val
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("best_of", 2, "best_of must be 1: "), ("best_of", 1.0, "best_of must be 1: "), ("best_of", True, "best_of must be 1: "), ("min_tokens", False, "min_tokens must be 0: "),
+        ("best_of", 2, "best_of must be 1: "), ("best_of", 1.0, "best_of must be 1: "),
+        ("best_of", True, "best_of must be 1: "), ("min_tokens", False, "min_tokens must be 0: "),
         ("use_beam_search", 0, "use_beam_search must be false: "),
         ("presence_penalty", False, "presence_penalty must be 0.0: "),
         ("response_format", {"type": "json"}, 'response_format must be {"type": "text"}: '),
