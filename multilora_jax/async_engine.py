@@ -74,6 +74,7 @@ class AsyncEngine(AdapterCalls):
         *,
         lora_request: Mix = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's cumulative outputs until it is finished; closing the generator early aborts it.
 
@@ -83,7 +84,9 @@ class AsyncEngine(AdapterCalls):
             UserError: bad input, or the engine gave the request up; no other request is affected.
             UnavailableError: the engine is dead or shutting down.
         """
-        stream = await self.submit(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
+        stream = await self.submit(
+            prompt, sampling_params, request_id, lora_request=lora_request, priority=priority, cache_salt=cache_salt
+        )
         async with stream:
             async for output in stream:
                 yield output
@@ -96,6 +99,7 @@ class AsyncEngine(AdapterCalls):
         *,
         lora_request: Mix = None,
         priority: int = 0,
+        cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestStream:
         """Hand a request to the engine and return once it is admitted, so bad input is known before any output.
@@ -108,6 +112,7 @@ class AsyncEngine(AdapterCalls):
             request_id: unique among live requests.
             lora_request: the adapter to answer with, or several as a weighted mix; None for the base model.
             priority: passed on to the scheduler.
+            cache_salt: only requests of the same salt share cached prefixes.
             arrival_time: time.monotonic() seconds that the request's times count from; now by default.
 
         Raises:
@@ -129,7 +134,7 @@ class AsyncEngine(AdapterCalls):
             await self.prepare(lora_request)
             adapters = without_loading(lora_request) or None
             prompt = await self._tokenized(prompt, adapters)
-            self._commands.put(lambda: self._add(stream, prompt, sampling_params, adapters, priority))
+            self._commands.put(lambda: self._add(stream, prompt, sampling_params, adapters, priority, cache_salt))
             await stream.admitted
         except asyncio.CancelledError:
             self._post_abort(stream)
@@ -218,7 +223,8 @@ class AsyncEngine(AdapterCalls):
         tokenizer = self.engine.tokenizer_for(adapters)
         if tokenizer is None:
             return prompt
-        return {"prompt": text, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, text)}
+        rest = prompt if isinstance(prompt, dict) else {}
+        return {**rest, "prompt": text, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, text)}
 
     def _post_abort(self, stream: RequestStream) -> None:
         self._commands.put(lambda: self._abort(stream))

@@ -158,8 +158,8 @@ class EngineConfig:
         default=32, metadata=key_info("Prompt tokens are run in blocks of this many tokens of one sequence.", low=2)
     )
     enable_prefix_caching: bool = field(
-        default=False,
-        metadata=key_info("Reuse the pages of equal prompt starts.", default_only=True),
+        default=True,
+        metadata=key_info("Keep the pages of past texts, and reuse them for requests that begin in the same way."),
     )
     scheduler_policy: Literal["fcfs", "fair"] = field(
         default="fcfs",

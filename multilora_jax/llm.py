@@ -49,6 +49,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Mix | SequenceABC[Mix] = None,
         priority: SequenceABC[int] | None = None,
+        cache_salt: str | SequenceABC[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts in one batch, in the order given.
 
@@ -59,6 +60,7 @@ class LLM:
             lora_request: one adapter for all, or a list with an entry for each prompt: an adapter, None for the base,
                 or a list of adapters, each with its `scale`, for their weighted sum.
             priority: one for each; lower runs earlier.
+            cache_salt: one for all or one for each; only requests of the same salt share cached prefixes.
 
         Raises:
             UserError: a bad prompt, parameter or adapter; nothing is generated then.
@@ -68,11 +70,12 @@ class LLM:
         params = _spread(default, len(items), "sampling_params")
         loras = self._load(_spread(lora_request, len(items), "lora_request"))
         priorities = _spread(0 if priority is None else priority, len(items), "priority")
+        salts = _spread(cache_salt, len(items), "cache_salt")
         ids: list[str] = []
         try:
-            for item, param, lora, rank in zip(items, params, loras, priorities, strict=True):
+            for item, param, lora, rank, salt in zip(items, params, loras, priorities, salts, strict=True):
                 request_id = f"generate-{next(self._ids)}"
-                self.engine.add_request(request_id, item, param, lora, rank)
+                self.engine.add_request(request_id, item, param, lora, rank, salt)
                 ids.append(request_id)
             return self._run(ids, use_tqdm)
         except BaseException:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multilora_jax.errors import UserError
+from multilora_jax.memory.prefix_cache import PrefixChain
 
 MAX_LOGPROBS = 20
 """Most alternatives per position that one request may ask for."""
+MAX_N = 128
+"""Most continuations that one request may ask for."""
 MAX_SCALE = 1000.0
 """Largest factor that a request may put on an adapter's delta."""
 
@@ -75,7 +78,7 @@ class LoRARequest:
 
 
 _UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
     "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "structured_outputs": None,
 }  # fmt: skip
 
@@ -84,7 +87,7 @@ _UNSUPPORTED_DEFAULTS: dict[str, Any] = {
 class SamplingParams:
     """How to choose tokens and when to stop; vLLM's names and defaults.
 
-    Fields of vLLM's that are not served yet (`n` above 1, the penalties, min_tokens, logit_bias,
+    Fields of vLLM's that are not served yet (the penalties, min_tokens, logit_bias,
     allowed_token_ids, bad_words, structured_outputs) are refused by name when they differ from their default.
 
     Raises:
@@ -123,6 +126,7 @@ class SamplingParams:
                     f"{name}={value!r} is not supported yet: leave it at {default!r}",
                     reason="unsupported_parameter", param=name,
                 )  # fmt: skip
+        self.n = self._integer("n", 1, MAX_N)
         self.temperature = self._number("temperature", 0.0, math.inf, high_open=True)
         self.top_p = self._number("top_p", 0.0, 1.0, low_open=True)
         self.min_p = self._number("min_p", 0.0, 1.0)
@@ -218,6 +222,9 @@ class Sequence:
         max_total_tokens: prompt plus generated tokens at which it ends with finish_reason "length".
         arrival_time: time.monotonic() seconds.
         page_ids: its KV pages in order, owned by the KV manager.
+        prefix: under which keys it shares full pages with others; None where it shares none.
+        index: its place among the continuations of one request.
+        num_cached_tokens: tokens that were not computed for it because their pages were there when it first started.
     """
 
     request_id: str
@@ -235,6 +242,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     page_ids: list[int] = field(default_factory=list)
+    prefix: PrefixChain | None = None
+    index: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -305,6 +315,8 @@ class RequestOutput:
     """The state of one request after a step.
 
     Attributes:
+        outputs: its `n` continuations in the order of their index, each with a finish_reason once it ended.
+        num_cached_tokens: prompt tokens whose keys and values were taken from the prefix cache.
         lora_request: as the caller gave it.
         adapter_digest: SHA-256 (hex) of the adapter's content; None for the base and for a mix of several.
         adapter_digests: of each of the request's adapters, in its order; empty for the base.

@@ -88,9 +88,9 @@ class RequestStream:
         return self.newest
 
     def aborted(self) -> RequestOutput:
-        """The newest state as a finished output whose finish_reason is "abort"."""
+        """The newest state as a finished output; the finish_reason of what had not ended is "abort"."""
         last = self.newest or RequestOutput(self.request_id, None, [], None, [CompletionOutput(0, "", [])], False)
-        ends = [replace(output, finish_reason=FinishReason.ABORT.value) for output in last.outputs]
+        ends = [replace(o, finish_reason=o.finish_reason or FinishReason.ABORT.value) for o in last.outputs]
         return replace(last, outputs=ends, finished=True)
 
     async def aclose(self) -> None:

@@ -119,7 +119,6 @@ class TestKeys:
     @pytest.mark.parametrize(
         ("key", "value"),
         [
-            ("enable_prefix_caching", True),
             ("scheduler_policy", "fair"),
         ],
     )

@@ -87,6 +87,7 @@ HOST = (
     "multilora_jax.engine.adapter_text",
     "multilora_jax.engine.adapter_tiers",
     "multilora_jax.engine.output",
+    "multilora_jax.engine.fanout",
     "multilora_jax.server",
     "multilora_jax.adapters",
     "multilora_jax.bench.floors",

@@ -317,3 +317,16 @@ def test_warm_up_happens_at_the_start_unless_told_otherwise(monkeypatch):
 def test_unknown_options_are_named():
     error = refused(LLM, TINY_MODEL, max_num_seq=3)
     assert "max_num_seqs" in error.message
+
+
+def test_several_continuations_and_salts(llm):
+    prompt = [7] * 40
+    params = SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True)
+    for expected in (0, 32):
+        outputs = llm.generate([prompt, prompt], params, cache_salt=["x", "y"], use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [expected] * 2
+        assert [[c.index for c in output.outputs] for output in outputs] == [[0, 1]] * 2
+    first, second = (llm.generate(prompt, SamplingParams(seed=3 + i, max_tokens=4, ignore_eos=True)) for i in range(2))
+    assert [c.token_ids for c in outputs[0].outputs] == [first[0].outputs[0].token_ids, second[0].outputs[0].token_ids]
+    with pytest.raises(UserError, match="cache_salt has 1 entries for 2 prompts"):
+        llm.generate([prompt, prompt], params, cache_salt=["x"])

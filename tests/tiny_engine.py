@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,11 +89,19 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
 
 
 class LogitsRecorder:
-    """Keeps the logits of every position that an engine runs, prompt and answer, by request id."""
+    """Keeps the logits of every position that an engine runs, prompt and answer, by request id.
+
+    Requests without a salt get one of their own, so that every position is run and none is found in the prefix cache.
+    """
 
     def __init__(self, engine: LLMEngine):
         self._rows: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
-        runner, execute = engine.runner, engine.runner.execute
+        runner, execute, add, salts = engine.runner, engine.runner.execute, engine.add_request, itertools.count()
+
+        def add_salted(*args: Any, **options: Any) -> None:
+            add(*args, **{"cache_salt": f"recorded {next(salts)}", **options})
+
+        engine.add_request = add_salted
         spec, programs = runner.spec, runner.programs
 
         @functools.cache
@@ -128,6 +137,10 @@ class LogitsRecorder:
     def take(self, number: int) -> np.ndarray:
         """float32[positions, V] of request `number` of the last run_all; forgets it."""
         return self.take_by_id(f"run-{number}")
+
+    def take_rows(self, request_id: str) -> dict[int, np.ndarray]:
+        """float32[V] of each position that was run for a request; forgets it."""
+        return self._rows.pop(request_id)
 
     def take_by_id(self, request_id: str) -> np.ndarray:
         """The same of a request by its id."""

@@ -75,7 +75,7 @@ def check_length(config: EngineConfig, input_len: int, output_len: int) -> None:
 def with_room(
     config: EngineConfig, rank_rows: int, max_lora_rank: int, adapter_pages: int, kv_pages: int
 ) -> EngineConfig:
-    """The configuration with a pool of exactly these pages, these limits and no adapters of its own."""
+    """The configuration with a pool of exactly these pages, these limits, no prefix cache, no adapters of its own."""
     return dataclasses.replace(
         config,
         max_rank_rows=rank_rows,
@@ -84,6 +84,7 @@ def with_room(
         pool_pages=1 + adapter_pages + kv_pages,
         pool_memory_gib=None,
         gpu_memory_utilization=None,
+        enable_prefix_caching=False,
         lora_modules={},
         adapter_roots=(),
     )
@@ -149,7 +150,8 @@ def run_once(
             prompt, lora = queue.popleft()
             request_id = next(ids)
             first_token_s[request_id] = 0.0
-            engine.add_request(request_id, prompt, params, lora)
+            # Under a salt of its own, so that no prompt is found that an earlier run computed.
+            engine.add_request(request_id, prompt, params, lora, cache_salt=request_id)
             num_live += 1
         outputs = engine.step()
         if outputs:

@@ -131,7 +131,7 @@ def fit_config(config: EngineConfig, work: Workload, num_seqs: int, *, keep_rank
     """The configuration with the budgets of a step set to the workload.
 
     Changed are max_num_seqs; max_rank_rows (to what `num_seqs` distinct adapters need, unless `keep_rank_rows`);
-    max_lora_rank where `rank` is above it; lora_modules and adapter_roots.
+    max_lora_rank where `rank` is above it; enable_prefix_caching (off); lora_modules and adapter_roots.
 
     Raises:
         ConfigError: the prompts and answers do not fit max_model_len, or adapters are asked for and switched off.
@@ -151,6 +151,7 @@ def fit_config(config: EngineConfig, work: Workload, num_seqs: int, *, keep_rank
         max_num_seqs=num_seqs,
         max_rank_rows=config.max_rank_rows if keep_rank_rows else rows,
         max_lora_rank=max_lora_rank,
+        enable_prefix_caching=False,
         lora_modules=modules,
         adapter_roots=(),
     )

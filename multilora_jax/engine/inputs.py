@@ -13,7 +13,8 @@ from multilora_jax.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. A dict with both is a rendered conversation: the ids
-are run as they are and the answer is a text of its own, not a continuation of the prompt's."""
+are run as they are and the answer is a text of its own, not a continuation of the prompt's. A dict may hold a
+"cache_salt" too."""
 
 
 Mix = LoRARequest | list[LoRARequest] | None
@@ -93,6 +94,22 @@ class InputReader:
         """Raises UserError unless `priority` is an integer."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise UserError(f"priority must be an integer, not {priority!r}", reason="bad_priority", param="priority")
+
+    @staticmethod
+    def read_salt(prompt: Prompt, salt: Any) -> str | None:
+        """The request's cache_salt, given beside its prompt or, as vLLM has it, in the prompt's dict.
+
+        Raises:
+            UserError: it is no non-empty string, or both are given and differ (`bad_cache_salt`).
+        """
+        inside = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        salts = {repr(value): value for value in (salt, inside) if value is not None}
+        if len(salts) > 1 or not all(isinstance(value, str) and value for value in salts.values()):
+            raise UserError(
+                f"cache_salt must be one non-empty string, not {' and '.join(salts)}",
+                reason="bad_cache_salt", param="cache_salt",
+            )  # fmt: skip
+        return next(iter(salts.values()), None)
 
     @staticmethod
     def _split(prompt: Any) -> tuple[str | None, list[Any] | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.adapter_manager import AdapterManager
 from multilora_jax.engine.describe import describe
+from multilora_jax.engine.fanout import Fanout
 from multilora_jax.engine.inputs import InputReader, Mix, Prompt, continues_text
 from multilora_jax.engine.interrupts import defer_interrupts
 from multilora_jax.engine.kv_manager import KVManager
@@ -24,9 +24,9 @@ from multilora_jax.errors import UnavailableError
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.config import PeftConfig
-from multilora_jax.memory.allocator import PageAllocator, PageKind
+from multilora_jax.memory.allocator import PageAllocator
 from multilora_jax.models.base_tensors import BaseTensors
-from multilora_jax.request import FinishReason, LoRARequest, RequestOutput, SamplingParams, Sequence, SequenceStatus
+from multilora_jax.request import FinishReason, LoRARequest, RequestOutput, SamplingParams, Sequence
 from multilora_jax.tokenizer import Tokenizer
 
 _LOAD_WAIT_S = 0.02  # longest sleep of a step that has nothing to run because every request waits for its adapter
@@ -58,24 +58,17 @@ class LLMEngine:
         self.cache: AdapterCache[Adapter] = AdapterCache(
             self.allocator, config.max_adapter_pages, policy=config.lora_eviction_policy
         )
-        self.scheduler = Scheduler(
-            parts.scheduling, self.allocator, KVManager(self.allocator, self.geometry, self.cache), self.cache
-        )
+        kv = KVManager(self.allocator, self.geometry, self.cache)
+        self.prefix = kv.prefix
+        self.scheduler = Scheduler(parts.scheduling, self.allocator, kv, self.cache)
+        self._fanout = Fanout(kv, self.geometry.page_tokens, caches=config.enable_prefix_caching)
         # Guards the host's books: an unload from another thread must not meet a step that is being planned.
         self._books = threading.Lock()
         self.adapters = AdapterManager(
-            config,
-            self.model_config,
-            self.geometry,
-            BaseTensors(self.runner.spec, self.runner.params),
-            self.tokenizer,
-            self.cache,
-            self.scheduler,
-            self._books,
-            forget=self.runner.rows.forget,
-            read_back=self.runner.read_pages,
-            throttle=throttle,
-        )
+            config, self.model_config, self.geometry, BaseTensors(self.runner.spec, self.runner.params), self.tokenizer,
+            self.cache, self.scheduler, self._books, forget=self.runner.rows.forget,
+            read_back=self.runner.read_pages, throttle=throttle,
+        )  # fmt: skip
         self.scheduler.active.is_staged = lambda a: self.scheduler.was_idle or self.runner.rows.holds(a)
         self._requests: dict[str, RequestState] = {}
         self._seeds = np.random.default_rng(config.seed)
@@ -174,6 +167,7 @@ class LLMEngine:
         params: SamplingParams,
         lora_request: Mix = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queues a request.
 
@@ -184,6 +178,7 @@ class LLMEngine:
             lora_request: the adapter; a list of several, each with its scale, for their weighted sum; None for the
                 base.
             priority: lower runs earlier.
+            cache_salt: only requests of the same salt share cached prefixes.
 
         Raises:
             UserError: bad input, named; nothing was changed.
@@ -195,6 +190,7 @@ class LLMEngine:
         text, token_ids = inputs.read_prompt(prompt)
         inputs.check_params(params)
         inputs.check_priority(priority)
+        salt = inputs.read_salt(prompt, cache_salt)
         room = self.max_model_len - len(token_ids)
         seq = Sequence(
             request_id=request_id,
@@ -210,20 +206,24 @@ class LLMEngine:
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed & (2**64 - 1),
         )
         with self._books:
-            self.scheduler.add(seq)
-            self.adapters.enter(seq)
-            continues = continues_text(prompt)
-            self._requests[request_id] = RequestState(seq, text, lora_request, tokenizer, continues_text=continues)
+            sequences = self._fanout.sequences(seq, salt, self._requests)
+            for child in sequences:
+                self.scheduler.add(child, None if child is seq else seq)
+                self.adapters.enter(child)
+                self._requests[child.request_id] = RequestState(
+                    child, text, lora_request, tokenizer, continues_text=continues_text(prompt)
+                )
+            self._fanout.enter(request_id, sequences)
 
     def abort_request(self, request_id: str) -> bool:
         """Ends a live request; its pages are free when this returns. False if the id is not live."""
         with self._books:
-            state = self._requests.pop(request_id, None)
-            if state is None:
-                return False
-            self.scheduler.abort(request_id)
-            self.adapters.leave(state.seq)
-            return True
+            states = [self._requests.pop(member, None) for member in self._fanout.members(request_id)]
+            for state in filter(None, states):
+                self.scheduler.abort(state.seq.request_id)
+                self.adapters.leave(state.seq)
+            self._fanout.leave(request_id)
+            return any(states)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
@@ -238,7 +238,7 @@ class LLMEngine:
         self._check_alive()
         with defer_interrupts():
             try:
-                return self._step()
+                return self._fanout.merge(self._step(), self.abort_request)
             except BaseException as error:
                 self._failure = error
                 raise
@@ -282,7 +282,9 @@ class LLMEngine:
             outputs = failed
             for seq, row in built.rows:
                 state = self._requests[seq.request_id]
-                if seq.num_tokens == seq.num_prompt_tokens:  # its first token: the prompt counts once, here
+                if (
+                    seq.num_tokens == seq.num_prompt_tokens and not seq.index
+                ):  # its first token: the prompt counts once, here
                     self._stats.prompt_tokens += seq.num_prompt_tokens
                 state.append(int(tokens[row]), now, None if logprobs is None else [a[row] for a in logprobs])
                 self._stats.generation_tokens += 1
@@ -326,17 +328,10 @@ class LLMEngine:
         """A snapshot of counters and gauges; call it between steps."""
         with self._books:
             s = self._stats
-            s.num_running, s.num_waiting = self.scheduler.num_running, self.scheduler.num_waiting
-            running, waiting = Counter[str](), Counter[str]()
-            for state in self._requests.values():
-                where = running if state.seq.status is SequenceStatus.RUNNING else waiting
-                where.update(adapter.name for adapter in state.seq.adapters)
-            s.running_by_adapter, s.waiting_by_adapter = dict(running), dict(waiting)
-            s.pages_total, s.pages_free = self.allocator.num_total, self.allocator.num_free
-            s.pages_kv, s.pages_adapter = map(self.allocator.count, (PageKind.KV, PageKind.ADAPTER))
+            sequences = (state.seq for state in self._requests.values())
+            s.read(self.scheduler, self.allocator, self.prefix, sequences)
             self.adapters.fill(s)
             s.adapter_load_bytes = self.runner.loaded_bytes
-            s.num_preemptions = self.scheduler.num_preemptions
             s.compilations = self.runner.num_compilations - self._compiled_at_warm_up
             return EngineStats(**vars(s))
 

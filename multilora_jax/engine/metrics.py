@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from multilora_jax.engine.scheduler import Scheduler
+from multilora_jax.memory.allocator import PageAllocator, PageKind
+from multilora_jax.memory.prefix_cache import PrefixCache
+from multilora_jax.request import Sequence, SequenceStatus
 
 
 @dataclass
@@ -10,10 +17,12 @@ class EngineStats:
     """A snapshot of the engine between two steps. Counts are since start unless they say "now".
 
     Attributes:
-        num_running, num_waiting: requests now.
-        running_by_adapter, waiting_by_adapter: requests now, by adapter name; base requests are not in them.
+        num_running, num_waiting: sequences now, one for each continuation that a request asks for.
+        running_by_adapter, waiting_by_adapter: the same by adapter name; base requests are not in them.
         pages_total: pages of the pool that can be allocated (page 0 is not among them).
-        pages_free, pages_kv, pages_adapter: pages now, by kind; they add up to pages_total.
+        pages_free, pages_kv, pages_adapter, pages_cached: pages now, by kind; they add up to pages_total. Those of
+            running sequences are kv, those kept for later ones cached.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and those found there.
         adapter_hits, adapter_misses: requests that found their adapter resident, and that did not.
         adapter_loads, adapter_evictions: copies of an adapter into the pool, and removals to make room.
         adapter_load_bytes: bytes copied from host memory into the pool for adapters.
@@ -37,6 +46,9 @@ class EngineStats:
     pages_free: int = 0
     pages_kv: int = 0
     pages_adapter: int = 0
+    pages_cached: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     adapter_hits: int = 0
     adapter_misses: int = 0
     adapter_loads: int = 0
@@ -58,6 +70,22 @@ class EngineStats:
         """Counts a step."""
         self.steps += 1
         self.step_seconds += seconds
+
+    def read(
+        self, scheduler: Scheduler, allocator: PageAllocator, prefix: PrefixCache, sequences: Iterable[Sequence]
+    ) -> None:
+        """Writes the figures about live sequences and pages."""
+        self.num_running, self.num_waiting = scheduler.num_running, scheduler.num_waiting
+        running, waiting = Counter[str](), Counter[str]()
+        for seq in sequences:
+            where = running if seq.status is SequenceStatus.RUNNING else waiting
+            where.update(adapter.name for adapter in seq.adapters)
+        self.running_by_adapter, self.waiting_by_adapter = dict(running), dict(waiting)
+        self.pages_total, self.pages_free = allocator.num_total, allocator.num_free
+        kinds = (PageKind.KV, PageKind.ADAPTER, PageKind.CACHED)
+        self.pages_kv, self.pages_adapter, self.pages_cached = map(allocator.count, kinds)
+        self.prefix_queries, self.prefix_hits = prefix.queries, prefix.hits
+        self.num_preemptions = scheduler.num_preemptions
 
     @property
     def resident(self) -> list[tuple[str, int, bool]]:

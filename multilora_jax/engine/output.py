@@ -117,7 +117,7 @@ class RequestState:
         seq = self.seq
         finished = self.finish_reason is not None
         completion = CompletionOutput(
-            index=0,
+            index=seq.index,
             text=self._detokenizer.text,
             token_ids=seq.output_token_ids,
             cumulative_logprob=self._cumulative_logprob if self._logprobs is not None else None,
@@ -140,6 +140,7 @@ class RequestState:
             finished=finished,
             metrics=metrics,
             lora_request=self.lora_request,
+            num_cached_tokens=seq.num_cached_tokens,
             adapter_digest=digests[0] if len(digests) == 1 else None,
             adapter_digests=digests,
             error=self.error,

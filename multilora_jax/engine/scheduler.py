@@ -26,6 +26,7 @@ their pages, and it may displace idle ones if it was overtaken too often or nobo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ from multilora_jax.engine.waiting import Entry, WaitingQueue
 from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.residency import CacheableAdapter
-from multilora_jax.memory.allocator import PageAllocator, PageKind, PoolIntegrityError
+from multilora_jax.memory.allocator import PageAllocator, PoolIntegrityError
 from multilora_jax.request import FinishReason, Sequence, SequenceStatus
 
 _SPARE_PAGES_PER_SEQUENCE = 1  # kept free at an admission for each sequence that runs already
@@ -142,8 +143,11 @@ class Scheduler:
         """Raise UserError (`pin_limit`) if a live sequence could not run to its end beside the adapter, pinned."""
         self._limits.check_pin(adapter, (entry.seq for entry in self._live.values()))
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence, leader: Sequence | None = None) -> None:
         """Queue a sequence.
+
+        Args:
+            leader: a live sequence with the same prompt: this one waits until it is computed, and takes its pages.
 
         Raises:
             UserError: it can never fit (see check_fits), or a live request has its id; nothing was changed.
@@ -159,7 +163,7 @@ class Scheduler:
         self._live[seq.request_id] = entry
         for adapter in seq.adapters:
             self._cache.claim(adapter)
-        self._waiting.push(entry, preempted=False)
+        self._waiting.add(entry, leader)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a waiting or running sequence with reason ABORT; None for an id that is not live."""
@@ -199,6 +203,7 @@ class Scheduler:
         step = ScheduledStep()
         self.was_idle = not self._running
         stalled, self._stalled = self._stalled, None
+        self._waiting.release()
         self.waits_for_loads = False
         blocks_left = self._schedule_running(step)
         # A preemption says that pages are short: whoever were admitted now would be the next to lose them.
@@ -225,10 +230,7 @@ class Scheduler:
         """
         self._allocator.check_integrity()
         self._cache.check_integrity()
-        pages = [page for entry in self._running.values() for page in entry.seq.page_ids]
-        held = self._allocator.count(PageKind.KV)
-        if not len(pages) == len(set(pages)) == held:
-            raise PoolIntegrityError(f"running sequences list {len(pages)} KV pages, the allocator {held}")
+        self._kv.prefix.check_integrity(Counter(p for e in self._running.values() for p in e.seq.page_ids))
         if any(seq.page_ids for seq in self._waiting.sequences()):
             raise PoolIntegrityError("a waiting sequence holds pages")
         if len(self._waiting) + len(self._running) != len(self._live):
@@ -304,7 +306,8 @@ class Scheduler:
                 break
             del waiting[passed]
             admitted += 1
-            pending = entry.seq.num_tokens
+            self._kv.attach(entry.seq)
+            pending = entry.seq.num_pending_tokens
             num_tokens = min(pending, blocks_left * config.prefill_block)
             self._start_running(entry, num_tokens, protect)
             if pending == 1:
@@ -322,7 +325,7 @@ class Scheduler:
 
     def _pages_to_start(self, seq: Sequence) -> int:
         """Pages that must be available to admit the sequence, its adapters' not counted."""
-        return self._kv.pages_outstanding(seq) + _SPARE_PAGES_PER_SEQUENCE * len(self._running)
+        return self._kv.pages_to_start(seq) + _SPARE_PAGES_PER_SEQUENCE * len(self._running)
 
     def _start_running(self, entry: Entry, num_tokens: int, protect: tuple[Any, ...]) -> None:
         seq = entry.seq

@@ -31,15 +31,19 @@ class Entry:
 class WaitingQueue:
     """Waiting sequences by priority (lower first), preempted ones before fresh ones, then by arrival.
 
+    Beside them stand those that are held until a leader has computed the prompt that they share with it: they count,
+    but nobody can start them and they hold up nobody.
+
     Attributes:
         items: (key, entry), sorted; keys are unique.
     """
 
     def __init__(self) -> None:
         self.items: list[tuple[tuple[int, bool, int], Entry]] = []
+        self._held: dict[Entry, Sequence] = {}
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.items) + len(self._held)
 
     def push(self, entry: Entry, *, preempted: bool) -> None:
         """Add an entry; its sequence waits from now on."""
@@ -47,8 +51,24 @@ class WaitingQueue:
         entry.seq.status = SequenceStatus.WAITING
         bisect.insort(self.items, (entry.key, entry))
 
+    def add(self, entry: Entry, leader: Sequence | None) -> None:
+        """Take a new entry; one with a leader is held until `release` finds that the leader's prompt is computed."""
+        if leader is None:
+            self.push(entry, preempted=False)
+        else:
+            self._held[entry] = leader
+
+    def release(self) -> None:
+        """Let those into the queue whose leader has computed its prompt, or has ended."""
+        for entry, leader in list(self._held.items()):
+            if leader.finished or leader.num_computed_tokens >= leader.num_prompt_tokens:
+                del self._held[entry]
+                self.push(entry, preempted=False)
+
     def remove(self, entry: Entry) -> None:
         """Take out an entry, wherever it is."""
+        if self._held.pop(entry, None) is not None:
+            return
         del self.items[bisect.bisect_left(self.items, (entry.key,))]
 
     def sequences(self, limit: int | None = None) -> Iterator[Sequence]:

@@ -111,6 +111,20 @@ class PageAllocator:
         self._counts[PageKind.FREE] += len(page_ids)
         self._counts[kind] -= len(page_ids)
 
+    def convert(self, page_ids: Sequence[int], kind: PageKind, to: PageKind) -> None:
+        """Note that pages which hold `kind` hold `to` from now on, without giving them back.
+
+        Raises:
+            PoolIntegrityError: `to` is FREE, or a page is not held as `kind`; the call then changes nothing.
+        """
+        kinds = self._kinds
+        if to == PageKind.FREE or not all(0 < page < self.num_pages and kinds[page] == kind for page in page_ids):
+            raise PoolIntegrityError(f"pages {list(page_ids)} cannot go from {kind.name} to {to.name}")
+        for page in page_ids:
+            kinds[page] = to
+        self._counts[kind] -= len(page_ids)
+        self._counts[to] += len(page_ids)
+
     def check_integrity(self) -> None:
         """Prove that free + kv + adapter + cached = total and that the free list is exactly the free pages. O(P).
 

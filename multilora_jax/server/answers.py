@@ -76,19 +76,19 @@ def engine_id(answer_id: str, index: int) -> str:
     return f"{answer_id}-{index}-{uuid.uuid4().hex[:8]}"
 
 
-def completion_of(output: RequestOutput) -> CompletionOutput:
-    """The one continuation of a request. Raises GenerationFailed if the engine could not finish it."""
-    completion = output.outputs[0]
+def completion_of(output: RequestOutput, index: int = 0) -> CompletionOutput:
+    """A continuation of a request. Raises GenerationFailed if the engine could not finish it."""
+    completion = output.outputs[index]
     if completion.finish_reason == FinishReason.ERROR.value:
         raise GenerationFailed(f"request {output.request_id} failed in the engine")
     return completion
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-    """Token counts over all prompts of a request."""
+    """Token counts over all prompts of a request, each counted once however many continuations it has."""
     outputs = list(outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from multilora_jax.request import RequestOutput
+from multilora_jax.request import CompletionOutput, RequestOutput
 from multilora_jax.server.answers import (
     Envelope,
     chat_logprobs,
@@ -56,7 +56,8 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     async def submit() -> list[OutputStream]:
         submission = engine.submit(
             {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
-            lora_request=target.lora_request, priority=body.priority or 0, arrival_time=arrival_time,
+            lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
+            arrival_time=arrival_time,
         )  # fmt: skip
         return await submit_all([submission])
 
@@ -78,68 +79,94 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         extra["prompt_token_ids"] = list(output.prompt_token_ids)
     if body.prompt_logprobs is not None:
         extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    return JSONResponse(answer.wrap([_choice(body, output, tokenizer)], output, **extra))
+    return JSONResponse(answer.wrap(_choices(body, output, tokenizer), output, **extra))
 
 
-def _choice(body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    completion = completion_of(output)
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
-        "logprobs": _logprobs(body, output, 0, len(completion.token_ids), tokenizer),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = list(completion.token_ids)
-    return choice
+def _choices(body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    choices = []
+    for index in range(len(output.outputs)):
+        completion = completion_of(output, index)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": _logprobs(body, completion, 0, len(completion.token_ids), tokenizer),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+        choices.append(choice)
+    return choices
 
 
 async def _events(
     body: ChatBody, stream: OutputStream, answer: Envelope, tokenizer: Tokenizer | None
 ) -> AsyncGenerator[dict[str, Any], None]:
-    num_chars = num_tokens = 0
-    started = False
+    answers = [_Pieces(body, index, tokenizer) for index in range(body.n or 1)]
     output: RequestOutput | None = None
 
     def chunk(output: RequestOutput, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
         if body.include_usage:
             extra["usage"] = usage([output]) if body.continuous_usage else None
-        return answer.wrap([{"index": 0, **choice}], output, **extra)
+        return answer.wrap([choice], output, **extra)
 
     async with aclosing(merged([stream])) as outputs:
+        first = True
         async for _, output in outputs:
-            if not started:
-                started = True
-                extra = {"prompt_token_ids": list(output.prompt_token_ids)} if body.return_token_ids else {}
-                delta = {"role": "assistant", "content": ""}
-                yield chunk(output, {"delta": delta, "logprobs": None, "finish_reason": None}, **extra)
-            completion = completion_of(output)
-            text = completion.text[num_chars:]
-            upto = len(completion.token_ids)
-            shows_tokens = upto > num_tokens and (body.logprobs or body.return_token_ids)
-            if not (text or shows_tokens or output.finished):
-                continue
-            choice: dict[str, Any] = {
-                "delta": {"content": text} if text else {},
-                "logprobs": _logprobs(body, output, num_tokens, upto, tokenizer),
-                "finish_reason": completion.finish_reason if output.finished else None,
-            }
-            if output.finished:
-                choice["stop_reason"] = completion.stop_reason
-            if body.return_token_ids:
-                choice["token_ids"] = list(completion.token_ids[num_tokens:upto])
-            num_chars, num_tokens = len(completion.text), upto
-            yield chunk(output, choice)
+            if first:
+                for index in range(len(answers)):
+                    ids = {"prompt_token_ids": list(output.prompt_token_ids)} if body.return_token_ids else {}
+                    delta = {"role": "assistant", "content": ""}
+                    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                    yield chunk(output, choice, **(ids if not index else {}))
+                first = False
+            for pieces in answers:
+                piece = pieces.advance(output)
+                if piece is not None:
+                    yield chunk(output, piece)
     if body.include_usage and output is not None:
         yield answer.wrap([], output, usage=usage([output]))
 
 
+class _Pieces:
+    """One streamed answer: what was sent already is counted here."""
+
+    def __init__(self, body: ChatBody, index: int, tokenizer: Tokenizer | None):
+        self._body = body
+        self._index = index
+        self._tokenizer = tokenizer
+        self._num_chars = self._num_tokens = 0
+        self._ended = False
+
+    def advance(self, output: RequestOutput) -> dict[str, Any] | None:
+        """What is new since the last call; None where that is nothing to send."""
+        body, completion = self._body, completion_of(output, self._index)
+        if self._ended:
+            return None
+        self._ended = completion.finish_reason is not None
+        text = completion.text[self._num_chars :]
+        start, end = self._num_tokens, len(completion.token_ids)
+        shows_tokens = end > start and (body.logprobs or body.return_token_ids)
+        if not (text or shows_tokens or self._ended):
+            return None
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "delta": {"content": text} if text else {},
+            "logprobs": _logprobs(body, completion, start, end, self._tokenizer),
+            "finish_reason": completion.finish_reason,
+        }
+        if self._ended:
+            choice["stop_reason"] = completion.stop_reason
+        if body.return_token_ids:
+            choice["token_ids"] = list(completion.token_ids[start:end])
+        self._num_chars, self._num_tokens = len(completion.text), end
+        return choice
+
+
 def _logprobs(
-    body: ChatBody, output: RequestOutput, start: int, end: int, tokenizer: Tokenizer | None
+    body: ChatBody, completion: CompletionOutput, start: int, end: int, tokenizer: Tokenizer | None
 ) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
-    completion = completion_of(output)
     tables = (completion.logprobs or [])[start:end]
     return chat_logprobs(completion.token_ids[start:end], tables, body.num_logprobs or 0, tokenizer)

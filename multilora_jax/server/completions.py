@@ -64,8 +64,9 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     choices = [
-        _Choice(body, prompt, index, tokenizer).finish(output)
-        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        choice.finish(output)
+        for index, output in enumerate(outputs)
+        for choice in _choices(body, prompts, index, tokenizer)
     ]
     return JSONResponse(answer.wrap(choices, outputs[0], usage=usage(outputs)))
 
@@ -83,11 +84,12 @@ async def _submit(
     about_prompt = max(asked, default=None)
     params = body.sampling_params(max(body.new_tokens, 1), logprobs, about_prompt)
     if body.new_tokens == 0 and about_prompt is None:
-        return [_EchoOnly(prompt.token_ids) for prompt in prompts]
+        return [_EchoOnly(prompt.token_ids, params.n) for prompt in prompts]
     streams = await submit_all(
         engine.submit(
             {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, index),
-            lora_request=target.lora_request, priority=body.priority or 0, arrival_time=arrival_time,
+            lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
+            arrival_time=arrival_time,
         )
         for index, prompt in enumerate(prompts)
     )  # fmt: skip
@@ -101,15 +103,16 @@ async def _events(
     answer: Envelope,
     tokenizer: Tokenizer | None,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    choices = [_Choice(body, prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+    choices = [_choices(body, prompts, index, tokenizer) for index in range(len(prompts))]
     newest: dict[int, RequestOutput] = {}
     async with aclosing(merged(streams)) as outputs:
         async for index, output in outputs:
             newest[index] = output
-            choice = choices[index].advance(output)
-            if choice is not None:
-                extra = _stream_usage(body, newest)
-                yield answer.wrap([choice], output, **extra)
+            for choice in choices[index]:
+                piece = choice.advance(output)
+                if piece is not None:
+                    extra = _stream_usage(body, newest)
+                    yield answer.wrap([piece], output, **extra)
     if body.include_usage:
         yield answer.wrap([], newest[0], usage=usage(newest.values()))
 
@@ -120,14 +123,27 @@ def _stream_usage(body: CompletionBody, newest: dict[int, RequestOutput]) -> dic
     return {"usage": usage(newest.values()) if body.continuous_usage else None}
 
 
-class _Choice:
-    """One prompt's choice, whole or in pieces: what was sent already is counted here."""
+def _choices(body: CompletionBody, prompts: list[Prompt], which: int, tokenizer: Tokenizer | None) -> list[_Choice]:
+    """The choices of a prompt: those of the first prompt come first, then those of the second."""
+    n = body.n or 1
+    return [_Choice(body, prompts[which], which * n + i, i, tokenizer) for i in range(n)]
 
-    def __init__(self, body: CompletionBody, prompt: Prompt, index: int, tokenizer: Tokenizer | None):
+
+class _Choice:
+    """One continuation of a prompt, whole or in pieces: what was sent already is counted here.
+
+    Args:
+        index: among all choices of the answer; continuation: among those of its prompt.
+    """
+
+    def __init__(
+        self, body: CompletionBody, prompt: Prompt, index: int, continuation: int, tokenizer: Tokenizer | None
+    ):
         self._body = body
         self._prompt = prompt
         self._index = index
-        self._started = False
+        self._continuation = continuation
+        self._started = self._ended = False
         self._num_chars = 0
         self._num_tokens = 0
         self._offset = 0
@@ -145,20 +161,22 @@ class _Choice:
 
     def advance(self, output: RequestOutput) -> dict[str, Any] | None:
         """What is new since the last call; None where that is nothing to send."""
-        body, completion = self._body, completion_of(output)
-        first = not self._started
+        body, completion = self._body, completion_of(output, self._continuation)
+        if self._ended:
+            return None
+        first, self._ended = not self._started, completion.finish_reason is not None
         text = completion.text[self._num_chars :]
         num_tokens = len(completion.token_ids)
         shows_tokens = num_tokens > self._num_tokens and (body.logprobs is not None or body.return_token_ids)
-        if not (text or shows_tokens or output.finished or (first and body.echo)):
+        if not (text or shows_tokens or self._ended or (first and body.echo)):
             return None
         self._started = True
         choice: dict[str, Any] = {
             "index": self._index,
             "text": self._prompt.text + text if first and body.echo else text,
             "logprobs": None if body.logprobs is None else self._logprobs(output, first, num_tokens),
-            "finish_reason": completion.finish_reason if output.finished else None,
-            "stop_reason": completion.stop_reason if output.finished else None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason if self._ended else None,
         }
         if body.return_token_ids:
             choice["prompt_token_ids"] = list(output.prompt_token_ids) if first else None
@@ -169,7 +187,7 @@ class _Choice:
         return choice
 
     def _logprobs(self, output: RequestOutput, first: bool, num_tokens: int) -> dict[str, list[Any]]:
-        completion = completion_of(output)
+        completion = completion_of(output, self._continuation)
         token_ids = list(completion.token_ids[self._num_tokens : num_tokens])
         tables: list[Any] = list((completion.logprobs or [])[self._num_tokens : num_tokens])
         if first and self._body.echo:
@@ -190,9 +208,9 @@ class _Choice:
 class _EchoOnly:
     """max_tokens 0 without log probabilities: the prompt comes back and nothing has to be computed."""
 
-    def __init__(self, prompt_token_ids: list[int]):
-        completion = CompletionOutput(0, "", [], finish_reason=FinishReason.LENGTH.value)
-        self._output = RequestOutput("", None, prompt_token_ids, None, [completion], True)
+    def __init__(self, prompt_token_ids: list[int], n: int):
+        outputs = [CompletionOutput(i, "", [], finish_reason=FinishReason.LENGTH.value) for i in range(n)]
+        self._output = RequestOutput("", None, prompt_token_ids, None, outputs, True)
 
     async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
         yield self._output
@@ -210,7 +228,10 @@ class _PromptOnly:
     async def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
         async for output in self._stream:
             if output.finished:
-                output.outputs = [CompletionOutput(0, "", [], logprobs=[], finish_reason=FinishReason.LENGTH.value)]
+                output.outputs = [
+                    CompletionOutput(c.index, "", [], logprobs=[], finish_reason=FinishReason.LENGTH.value)
+                    for c in output.outputs
+                ]
                 yield output
 
     async def aclose(self) -> None:

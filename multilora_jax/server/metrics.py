@@ -46,7 +46,7 @@ class ServerMetrics:
         self.model_name = model_name
         self._max_loras = max_loras
         self._registry = CollectorRegistry()
-        self._last_seen: dict[str, tuple[int, float]] = {}
+        self._last_seen: dict[str, tuple[list[int], float]] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
@@ -73,11 +73,11 @@ class ServerMetrics:
     def observe(self, output: RequestOutput) -> None:
         """Take one output of the engine; called on the engine thread."""
         now = time.monotonic()
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-        before, then = self._last_seen.get(output.request_id, (0, now))
-        if before and num_tokens > before:
-            for _ in range(num_tokens - before):
-                self._per_token.observe((now - then) / (num_tokens - before))
+        num_tokens = [len(completion.token_ids) for completion in output.outputs]
+        before, then = self._last_seen.get(output.request_id, ([0] * len(num_tokens), now))
+        for old, new in zip(before, num_tokens, strict=False):
+            for _ in range(new - old if old else 0):
+                self._per_token.observe((now - then) / (new - old))
         if not output.finished:
             self._last_seen[output.request_id] = (num_tokens, now)
             return
@@ -85,7 +85,7 @@ class ServerMetrics:
         for completion in output.outputs:
             self._finished.labels(self.model_name, str(completion.finish_reason)).inc()
         self._prompt_tokens.observe(len(output.prompt_token_ids))
-        self._new_tokens.observe(num_tokens)
+        self._new_tokens.observe(sum(num_tokens))
         if output.metrics is not None:
             self._observe_times(output.metrics, now)
 
@@ -111,13 +111,19 @@ class ServerMetrics:
         yield gauge("vllm:num_requests_running", "Requests in the batch.", ({}, stats.num_running))
         yield gauge("vllm:num_requests_waiting", "Requests in the queue.", ({}, stats.num_waiting))
         share = stats.pages_kv / stats.pages_total if stats.pages_total else 0.0
-        yield gauge("vllm:kv_cache_usage_perc", "Share (0 to 1) of the pool's pages that hold KV.", ({}, share))
+        yield gauge("vllm:kv_cache_usage_perc", "Share (0 to 1) of the pool's pages that hold KV in use.", ({}, share))
         yield counter("vllm:num_preemptions", "Sequences preempted for want of pages.", ({}, stats.num_preemptions))
         yield counter("vllm:prompt_tokens", "Prompt tokens prefilled.", ({}, stats.prompt_tokens))
         yield counter("vllm:generation_tokens", "Tokens generated.", ({}, stats.generation_tokens))
         blocks = {"block_size": str(engine.config.page_tokens), "num_gpu_blocks": str(stats.pages_total)}
         yield gauge("vllm:cache_config_info", "The pool: tokens to a page, and pages.", (blocks, 1))
-        kinds = {"free": stats.pages_free, "kv": stats.pages_kv, "adapter": stats.pages_adapter}
+        looked_up = "Prompt tokens looked up in the prefix cache."
+        yield counter("vllm:prefix_cache_queries", looked_up, ({}, stats.prefix_queries))
+        yield counter("vllm:prefix_cache_hits", "Those of them that were found there.", ({}, stats.prefix_hits))
+        kinds = {
+            "free": stats.pages_free, "kv": stats.pages_kv, "adapter": stats.pages_adapter,
+            "cached": stats.pages_cached,
+        }  # fmt: skip
         yield gauge("multilora:pages", "Pages of the pool, by kind.", *(({"kind": k}, n) for k, n in kinds.items()))
         yield counter("multilora:recompiles", "Programs compiled after warm-up.", ({}, stats.compilations))
         yield counter("multilora:steps", "Device steps.", ({}, stats.steps))

@@ -21,8 +21,8 @@ from multilora_jax.server.mixes import MixEntry, check_mix
 from multilora_jax.tokenizer import Tokenizer
 
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "cache_salt": (), "frequency_penalty": (0.0,),
-    "length_penalty": (1.0,), "logit_bias": ({},), "min_tokens": (0,), "n": (1,),
+    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "frequency_penalty": (0.0,),
+    "length_penalty": (1.0,), "logit_bias": ({},), "min_tokens": (0,),
     "presence_penalty": (0.0,), "repetition_penalty": (1.0,), "response_format": ({"type": "text"},),
     "structured_outputs": (), "use_beam_search": (False,),
 }  # fmt: skip
@@ -98,6 +98,8 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
+    n: int | None = None
     request_id: str | None = None
     user: str | None = None
 
@@ -114,6 +116,15 @@ class GenerationBody(Body):
                 f"truncate_prompt_tokens={value} must be at least 1, or -1 to keep as much as fits",
                 reason="bad_value", param="truncate_prompt_tokens",
             )  # fmt: skip
+        return value
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _check_salt(cls, value: str | None) -> str | None:
+        if value == "":
+            raise UserError(
+                "cache_salt is empty: leave it out, or send some text", reason="bad_value", param="cache_salt"
+            )
         return value
 
     @field_validator("request_id")
@@ -148,7 +159,7 @@ class GenerationBody(Body):
     def sampling_params(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The engine's parameters. Raises UserError for a value out of range, named."""
         names = (
-            "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
+            "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
             "include_stop_str_in_output", "skip_special_tokens",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from multilora_jax.engine.fanout import Fanout
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
@@ -60,7 +62,10 @@ class FakeSource:
 class Bench:
     """A scheduler, its transfers and an engine that computes nothing.
 
+    Where `caching` is on, a token's KV stands for everything that decides it, and each step checks what it reads.
+
     Attributes:
+        memory: of each page, what was last written to each of its slots.
         finished: request ids in the order in which they ended.
         written: of each adapter, which of its pages were last copied to which page ids.
     """
@@ -76,6 +81,7 @@ class Bench:
         lookahead: int = 64,
         max_reads: int = 16,
         delay: int = 0,
+        caching: bool = False,
         **changes: Any,
     ):
         geometry = PoolGeometry(
@@ -86,6 +92,8 @@ class Bench:
         self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, policy=policy)
         self.kv = KVManager(self.allocator, geometry, self.cache)
         self.scheduler = Scheduler(replace(CONFIG, **changes), self.allocator, self.kv, self.cache)
+        self.fanout = Fanout(self.kv, PAGE_TOKENS, caches=caching)
+        self.memory: dict[int, dict[int, Any]] = {}
         self.source = FakeSource(delay)
         self.lookahead, self.pages_per_step = lookahead, pages_per_step
         self.transfers = AdapterTransfers(
@@ -102,14 +110,32 @@ class Bench:
         output: int = 4,
         adapter: FakeAdapter | tuple[FakeAdapter, ...] | None = None,
         priority: int = 0,
+        tokens: list[int] | None = None,
+        salt: str | None = None,
     ) -> Sequence:
+        return self.add_all(request_id, tokens or [1] * prompt, output, adapter, priority, salt)[0]
+
+    def add_all(
+        self,
+        request_id: str,
+        tokens: list[int],
+        output: int = 4,
+        adapter: FakeAdapter | tuple[FakeAdapter, ...] | None = None,
+        priority: int = 0,
+        salt: str | None = None,
+        n: int = 1,
+    ) -> list[Sequence]:
+        """The same with everything that a request may ask for; the sequences of its continuations."""
         adapters = adapter if isinstance(adapter, tuple) else () if adapter is None else (adapter,)
         seq = Sequence(
-            request_id, [1] * prompt, prompt, PARAMS, adapters, (1.0,) * len(adapters), priority=priority,
-            max_total_tokens=prompt + output,
+            request_id, list(tokens), len(tokens), replace(PARAMS, n=n), adapters, (1.0,) * len(adapters),
+            priority=priority, max_total_tokens=len(tokens) + output,
         )  # fmt: skip
-        self.scheduler.add(seq)
-        return seq
+        sequences = self.fanout.sequences(seq, salt, self.scheduler._live)
+        for one in sequences:
+            self.scheduler.add(one, None if one is seq else seq)
+        self.fanout.enter(request_id, sequences)
+        return sequences
 
     def plan(self) -> int:
         """The transfers before a step; returns the number of pages copied."""
@@ -118,6 +144,7 @@ class Bench:
         for (adapter, index, page_id), page in copies:
             assert page == index
             self.written.setdefault(adapter, {})[index] = page_id
+            self.memory.pop(page_id, None)
         return len(copies)
 
     def schedule(self) -> ScheduledStep | None:
@@ -134,13 +161,30 @@ class Bench:
 
     def run(self, step: ScheduledStep) -> None:
         """What the engine does with a step."""
+        users = Counter(page for entry in self.scheduler._running.values() for page in entry.seq.page_ids)
         for seq, n in [(seq, 1) for seq in step.decodes] + step.prefills:
+            if seq.prefix is not None:
+                self.compute(seq, n, users)
             seq.num_computed_tokens += n
             if seq.num_pending_tokens == 0:
-                seq.token_ids.append(2)
+                seq.token_ids.append(2 + seq.index)
             if seq.num_tokens >= seq.max_total_tokens:
                 self.scheduler.finish(seq, FinishReason.LENGTH)
                 self.finished.append(seq.request_id)
+
+    def compute(self, seq: Sequence, n: int, users: Counter[int]) -> None:
+        """Reads the KV of the tokens before the next n and writes theirs, to pages that nobody else lists."""
+        assert seq.prefix is not None
+        end = seq.num_computed_tokens + n
+        state = hash((seq.prefix.root, seq.adapters))
+        for position in range(end):
+            state = hash((state, seq.token_ids[position]))
+            page, slot = seq.page_ids[position // PAGE_TOKENS], position % PAGE_TOKENS
+            if position < seq.num_computed_tokens:
+                assert self.memory[page][slot] == state
+            else:
+                assert users[page] == 1
+                self.memory.setdefault(page, {})[slot] = state
 
     def step(self) -> ScheduledStep:
         """A step that must run something; an empty one for a round in which everything waits for loads."""

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from multilora_jax.memory.allocator import PageKind
 from multilora_jax.request import LoRARequest, SamplingParams
+from tests.lora.fake_adapter import FakeAdapter
 from tests.tiny_engine import Request, greedy, make_adapter, run_all, tiny_engine
 
 NUM_REQUESTS, NUM_ADAPTERS, POOL_PAGES = 500, 40, 97
@@ -99,7 +99,10 @@ def test_500_requests_over_40_adapters(engine, jobs):
 def test_traffic_that_must_preempt(engine, jobs):
     """With most pages taken by somebody else, running texts run out of pages and start over; no answer changes."""
     engine.cache.order.evict(list(engine.cache.order))
-    others = engine.allocator.allocate(76, PageKind.CACHED)
+    others = FakeAdapter("others", num_pages=76)
+    assert engine.cache.reserve(others)
+    engine.cache.take_writes()
+    assert engine.cache.acquire(others)
     sizes = {adapter.name: adapter.num_pages for adapter in engine.list_loras()}
     growing = [job for job in jobs if len(job[1]) == 60 and (job[0].lora is None or sizes[job[0].lora.lora_name] < 5)]
     assert len(growing) > 5
@@ -107,7 +110,8 @@ def test_traffic_that_must_preempt(engine, jobs):
         drive(engine, growing, 100, seed=2)
         assert engine.stats().num_preemptions > 3
     finally:
-        engine.allocator.free(others, PageKind.CACHED)
+        engine.cache.release(others)
+        engine.cache.drop(others)
 
 
 def test_nothing_is_left_once_the_adapters_are_gone(engine, jobs, loras):
@@ -116,5 +120,5 @@ def test_nothing_is_left_once_the_adapters_are_gone(engine, jobs, loras):
     for lora in loras:
         engine.remove_lora(lora.name)
     stats = engine.stats()
-    assert (stats.pages_free, stats.pages_adapter, stats.resident) == (POOL_PAGES - 1, 0, [])
+    assert (stats.pages_free + stats.pages_cached, stats.pages_adapter, stats.resident) == (POOL_PAGES - 1, 0, [])
     engine.check_integrity()

@@ -1,6 +1,7 @@
 """A state machine over scheduler, transfers, cache, KV manager and allocator with an engine that computes nothing.
 
-After every step: budgets hold, pages belong to one owner and cover what was computed, adapters of the step are
+After every step: budgets hold, pages belong to one owner or are shared by sequences that read in them what they would
+have written, and cover what was computed, adapters of the step are
 ready, written and held, the oldest running sequence advanced, and nobody was overtaken too often. At the end everybody
 finishes within a number of rounds that grows with the tokens and loads, and nothing is left in the pool.
 """
@@ -20,13 +21,17 @@ from multilora_jax.request import FinishReason, Sequence, SequenceStatus
 from tests.engine.scheduler_bench import PAGE_TOKENS, Bench, FakeAdapter
 
 NUM_NAMES = 6
-# prompt tokens, new tokens, adapters, priority
+# prompt tokens, new tokens, adapters, priority, where the prompt differs from others, salt, continuations
 REQUESTS = st.tuples(
     st.integers(1, 30),
     st.integers(1, 40),
     st.lists(st.integers(0, NUM_NAMES - 1), max_size=3, unique=True),
     st.sampled_from([0, 0, 1]),
+    st.sampled_from([None, None, 0, 10, -1]),
+    st.sampled_from([None, None, "s"]),
+    st.sampled_from([1, 1, 1, 3]),
 )
+Wish = tuple[int, int, list[int], int, int | None, str | None, int]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -36,7 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_rank_rows=st.integers(2, 8).map(lambda n: 8 * n), max_adapter_pages=st.sampled_from([None, 5, 8]),
         max_overtakes=st.integers(0, 4), max_scan=st.integers(1, 8), policy=st.sampled_from(["lru", "fifo"]),
         pages_per_step=st.integers(1, 4), prefetch=st.booleans(), lookahead=st.integers(1, 8),
-        max_reads=st.integers(1, 4), delay=st.integers(0, 3),
+        max_reads=st.integers(1, 4), delay=st.integers(0, 3), caching=st.booleans(),
     )  # fmt: skip
     def start(self, blocks: int, prefill_block: int, **options: Any) -> None:
         self.bench = Bench(
@@ -44,28 +49,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.blocks = blocks
         self.cache, self.scheduler = self.bench.cache, self.bench.scheduler
+        self.versions = 0
         self.adapters = [self.make(i) for i in range(NUM_NAMES)]
         self.everyone = list(self.adapters)
         self.waiting: dict[str, Sequence] = {}
         self.overtaken: dict[str, int] = {}
         self.running: list[Sequence] = []  # in order of admission
-        self.count = 0
+        self.orders: dict[str, int] = {}
+        self.families: dict[str, list[Sequence]] = {}
+        self.leaders: dict[str, Sequence] = {}
+        self.released: set[str] = set()
 
     def make(self, which: int) -> FakeAdapter:
-        return FakeAdapter(f"a{which}", 1 + which % 3, rank=1 + 7 * (which % 5))
+        self.versions += 1
+        return FakeAdapter(f"a{which}", 1 + which % 3, rank=1 + 7 * (which % 5), digest=str(self.versions))
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=8))
-    def add(self, requests: list[tuple[int, int, list[int], int]]) -> None:
-        for prompt, output, which, priority in requests:
-            name = str(self.count)
-            self.count += 1
+    def add(self, requests: list[Wish]) -> None:
+        for prompt, output, which, priority, other, salt, n in requests:
+            tokens = [1] * prompt
+            if other is not None and other < prompt:
+                tokens[other] = 9
+            adapters = tuple(self.adapters[i] for i in which)
+            name = f"r{len(self.orders)}"
             try:
-                seq = self.bench.add(name, prompt, output, tuple(self.adapters[i] for i in which), priority)
+                sequences = self.bench.add_all(name, tokens, output, adapters, priority, salt, n)
             except UserError:
                 self.scheduler.check_integrity()
                 continue
-            self.waiting[name] = seq
-            self.overtaken[name] = 0
+            for seq in sequences:
+                self.waiting[seq.request_id] = seq
+                self.overtaken[seq.request_id] = 0
+                self.orders[seq.request_id] = len(self.orders)
+                if seq is not sequences[0]:
+                    self.leaders[seq.request_id] = sequences[0]
+            self.families[name] = sequences
+            self.scheduler.check_integrity()
 
     @rule(which=st.integers(0, 40))
     def abort(self, which: int) -> None:
@@ -145,19 +164,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         copied = bench.plan()
         assert copied <= bench.pages_per_step or not self.running
         self.scheduler.check_integrity()
-        only_loading = {name for name, seq in self.waiting.items() if self.waits_for_first_load(seq)}
+        held = {name for name in self.waiting if self.is_held(name)}
+        only_loading = held | {name for name, seq in self.waiting.items() if self.waits_for_first_load(seq)}
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is None:
             assert not self.running
             return
         self.follow(step, only_loading)
+        assert held <= self.waiting.keys()
         assert oldest is None or oldest in step.decodes or oldest in [seq for seq, _ in step.prefills]
         self.check_step(step)
         bench.run(step)
         for seq in [seq for seq in self.running if seq.finished]:
             self.leave(seq)
+        for name, sequences in list(self.families.items()):
+            if all(seq.finished for seq in sequences):
+                bench.fanout.leave(name)
+                del self.families[name]
         self.scheduler.check_integrity()
+
+    def is_held(self, name: str) -> bool:
+        """Whether a continuation has to wait for its leader's prompt."""
+        leader = self.leaders.get(name)
+        if leader is None or self.waiting[name].first_scheduled_time is not None or name in self.released:
+            return False
+        if leader.finished or leader.num_computed_tokens >= leader.num_prompt_tokens:
+            self.released.add(name)
+            return False
+        return True
 
     def waits_for_first_load(self, seq: Sequence) -> bool:
         missing = [adapter for adapter in seq.adapters if not self.cache.is_ready(adapter)]
@@ -180,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running += order
 
         def key(seq: Sequence) -> tuple[int, bool, int]:
-            return (seq.priority, seq.num_preemptions == 0, int(seq.request_id))
+            return (seq.priority, seq.num_preemptions == 0, self.orders[seq.request_id])
 
         for name, seq in self.waiting.items():
             if name not in only_loading:
@@ -213,8 +248,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             written = [bench.written[adapter][i] for i in range(adapter.num_pages)]
             assert written == self.cache.pages_of(adapter)
         assert bench.allocator.count(PageKind.ADAPTER) <= self.cache.max_adapter_pages
-        owners = [page for seq in self.running for page in seq.page_ids]
+        owners = list({page for seq in self.running for page in seq.page_ids})
         owners += [page for adapter in self.cache.residents() for page in self.cache.pages_of(adapter)]
+        owners += [page for page in self.cache.order if isinstance(page, int)]
         assert len(set(owners)) == len(owners)
         assert len(owners) + bench.allocator.num_free == bench.allocator.num_total
         for seq, n in [(seq, 1) for seq in step.decodes] + step.prefills:
@@ -236,6 +272,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.cache.references(adapter) == 0
             self.cache.drop(adapter)
         self.scheduler.check_integrity()
+        assert self.bench.fanout.caches or not self.bench.allocator.count(PageKind.CACHED)
+        self.bench.evict_all()
         assert self.bench.allocator.num_free == self.bench.allocator.num_total
         assert (len(self.scheduler.active.users), self.scheduler.active.num_rows) == (0, 0)
 

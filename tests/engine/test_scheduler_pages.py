@@ -209,9 +209,11 @@ def test_adapter_pages_lost_to_a_stranger_raise_after_one_attempt_to_displace_ot
     bench = Bench(num_pages=5)
     bench.add("a", prompt=1, output=1, adapter=FakeAdapter("x", num_pages=3))
     assert bench.allocator.allocate(2, PageKind.CACHED)
-    assert bench.schedule() is None
+    bench.plan()
+    assert bench.scheduler.schedule() is None
+    bench.plan()
     with pytest.raises(PoolIntegrityError, match="1 waiting sequences and nothing to run"):
-        bench.schedule()
+        bench.scheduler.schedule()
 
 
 def test_d13_twenty_load_use_unload_cycles_leave_two_slots_free():

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,12 @@ class FakeEngine(FakeAdapters):
         self.gate.set()
         self.requests: dict[str, _Request] = {}
         self.params_seen: list[SamplingParams] = []
+        self.salts_seen: list[str | None] = []
         self.counts = EngineStats()
 
     # ---- engine thread
 
-    def add_request(self, request_id, prompt, params, lora_request=None, priority=0):
+    def add_request(self, request_id, prompt, params, lora_request=None, priority=0, cache_salt=None):
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         adapters = self.adapters_of(lora_request)
@@ -126,6 +128,7 @@ class FakeEngine(FakeAdapters):
             raise TypeError("a bug in add_request")
         forced = self.script.get(text)
         self.params_seen.append(params)
+        self.salts_seen.append(cache_salt)
         scales = [request.scale for request in asked if request is not None]
         self.requests[request_id] = _Request(request_id, ids, params, adapters, scales, forced, tokenizer)
         self.counts.prompt_tokens += len(ids)
@@ -204,7 +207,8 @@ class FakeEngine(FakeAdapters):
         if params.prompt_logprobs is not None:
             about_prompt = [None, *(self._table(t, params.prompt_logprobs) for t in request.prompt_ids[1:])]
         return RequestOutput(
-            request.request_id, None, request.prompt_ids, about_prompt, [completion], reason is not None,
+            request.request_id, None, request.prompt_ids, about_prompt,
+            [replace(completion, index=index) for index in range(params.n)], reason is not None,
             metrics=request.metrics, adapter_digest=digests[0] if len(digests) == 1 else None, adapter_digests=digests,
         )  # fmt: skip
 
