@@ -60,7 +60,7 @@ class SamplingPlans:
         if not params.edits_logits:
             return None
         vocab_size = inputs.vocab_size
-        ends = frozenset() if params.ignore_eos else inputs.eos_token_ids
+        ends = frozenset() if params.ignore_eos else _existing(inputs)
         words = [] if inputs.tokenizer is None else bad_word_ids(params.bad_words or [], inputs.tokenizer)
         return SamplingPlan(
             params,
@@ -75,4 +75,9 @@ class SamplingPlans:
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams) or inputs.tokenizer is None:
             return None
-        return self._grammars.compile(asked, inputs.tokenizer, inputs.vocab_size, inputs.eos_token_ids)
+        return self._grammars.compile(asked, inputs.tokenizer, inputs.vocab_size, _existing(inputs))
+
+
+def _existing(inputs: InputReader) -> frozenset[int]:
+    """The tokens that end an answer and that the model can generate: a tokenizer may name others."""
+    return frozenset(token for token in inputs.eos_token_ids if token < inputs.vocab_size)
