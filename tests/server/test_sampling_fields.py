@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import jsonschema
 import pytest
 
-from tests.server.harness import parse_events, wait_for
+from tests.server.harness import parse_events
 
 pytestmark = pytest.mark.anyio
 
@@ -19,6 +20,18 @@ SCHEMA = {
 }  # fmt: skip
 WRAPPED = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
 MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def real():
+    """A server over the tiny model, whose vocabulary has the special tokens of its chat template."""
+    from tests.server.real_server import RealServer  # brings jax
+    from tests.tiny_engine import TINY_MODEL, narrowed
+
+    server = RealServer("tied", Path(TINY_MODEL), model=TINY_MODEL, load_format="dummy", warm_up=False)
+    narrowed(server.engine)
+    yield server
+    server.close()
 
 
 async def post(real, path, **fields):
@@ -59,7 +72,8 @@ async def test_other_forms_of_answers(real, path):
         ({"structured_outputs": {"choice": ["red", "green"]}}, {"red", "green"}),
         ({"guided_choice": ["red", "green"]}, {"red", "green"}),
         ({"structured_outputs": {"regex": "a{3}b"}}, {"aaab"}), ({"guided_regex": "a{3}b"}, {"aaab"}),
-        ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, {"xy"}), ({"guided_grammar": 'root ::= "x" "y"'}, {"xy"}),
+        ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, {"xy"}),
+        ({"guided_grammar": 'root ::= "x" "y"'}, {"xy"}),
     ]  # fmt: skip
     for fields, expected in forms:
         text, reason = text_of(await post(real, path, seed=1, **fields))
@@ -83,9 +97,9 @@ async def test_biases_bans_and_penalties(real, path):
     assert text_of(await post(real, path, **fields, bad_words=["A"]))[0] == "BBBB"
     assert text_of(await post(real, path, **fields, bad_words=["AA"]))[0] == "ABAB"
     assert text_of(await post(real, path, **fields, allowed_token_ids=[66]))[0] == "BBBB"
-    fields["logit_bias"] = {"65": 100, "66": 99}
+    fields["logit_bias"] = {"65": 100, "66": 100}
     for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}):
-        assert text_of(await post(real, path, **fields, **penalty))[0] != "AAAA"
+        assert text_of(await post(real, path, **fields, **penalty))[0] not in ("AAAA", "BBBB")
     fields = {"temperature": 0, "max_tokens": 9, "logit_bias": {"65": 100}, "stop_token_ids": [65]}
     assert text_of(await post(real, path, **fields, min_tokens=5))[1] == "stop"
     async with real.client as client:
@@ -123,10 +137,3 @@ async def test_what_is_refused_says_why(real, path, fields, param, words):
     error = response.json()["error"]
     assert error["param"] == (param or "structured_outputs")
     assert words in error["message"]
-
-
-async def test_nothing_compiles_and_nothing_is_left(real):
-    await wait_for(real.free_of_requests)
-    async with real.client as client:
-        text = (await client.get("/metrics")).text
-    assert 'multilora:recompiles_total{model_name="base"} 0.0' in text
