@@ -25,7 +25,7 @@ def empty_edits(num_rows: int, spec: LlamaSpec) -> SamplingEdits:
         "row_E": np.zeros(room, np.int32),
         "token_E": np.zeros(room, np.int32),
         "bias_E": np.zeros(room, np.float32),
-        "factor_E": np.ones(room, np.float32),
+        "factor_E": np.zeros(room, np.float32),
         "penalty_E": np.zeros(room, np.float32),
         "num_entries": np.int32(0),
         "masked_S": np.zeros(num_rows, bool),

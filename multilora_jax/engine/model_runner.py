@@ -58,6 +58,7 @@ class ModelRunner:
         buckets = row_buckets(max_rank_rows) if max_rank_rows else []
         self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)))
         self.loaded_bytes = 0
+        self._no_edits: dict[int, SamplingEdits] = {}
         group = self.programs.group
         # Layer indices live on the device: passing one must not cost a transfer at every step.
         self._groups = [
@@ -213,7 +214,17 @@ class ModelRunner:
         arguments = top, x, batch.sampling, vocab_inputs(self.pool, batch)
         if edits is None:
             return programs.get("finish", shape, extended)(*arguments)
-        return programs.get("finish_edited", shape, extended)(*arguments, self._put(edits))
+        return programs.get("finish_edited", shape, extended)(*arguments, self._put_edits(edits))
+
+    def _put_edits(self, edits: SamplingEdits) -> SamplingEdits:
+        """Edits on the device; of masks and entries, what this step has none of is there already."""
+        num_rows = len(edits.masked_S)
+        nothing = self._no_edits.get(num_rows)
+        if nothing is None:
+            nothing = self._no_edits[num_rows] = self._put(empty_edits(num_rows, self.spec))
+        names = [name for name in vars(edits) if name.endswith("_E")] if edits.num_entries else []
+        names += ["masked_S", "mask_SW"] if np.any(edits.masked_S) else []
+        return replace(nothing, **self._put({name: getattr(edits, name) for name in ["num_entries", *names]}))
 
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))
