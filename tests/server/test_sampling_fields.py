@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from multilora_jax.engine import grammars
 from tests.server.harness import parse_events
 
 pytestmark = pytest.mark.anyio
@@ -106,6 +108,21 @@ async def test_biases_bans_and_penalties(real, path):
         body = {"model": "base", "prompt": "hi", **fields, "min_tokens": 5, "return_token_ids": True}
         answer = (await client.post(COMPLETIONS, json=body)).json()
     assert len(answer["choices"][0]["token_ids"]) == 6
+
+
+async def test_a_grammar_is_never_compiled_by_the_engine_s_thread(real, monkeypatch):
+    threads, compile_it = [], grammars._on_a_deep_stack
+
+    def watched(call):
+        threads.append(threading.current_thread().name)
+        return compile_it(call)
+
+    monkeypatch.setattr(grammars, "_on_a_deep_stack", watched)
+    regexes = [f"a{{{n}}}" for n in range(5, 13)]
+    answers = await asyncio.gather(*(post(real, COMPLETIONS, guided_regex=regex) for regex in regexes))
+    assert [len(text_of(answer)[0]) for answer in answers] == list(range(5, 13))
+    assert len(threads) == 8
+    assert "engine" not in threads
 
 
 async def test_every_field_reaches_the_engine(server):
