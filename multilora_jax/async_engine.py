@@ -134,8 +134,11 @@ class AsyncEngine(AdapterCalls):
             await self.prepare(lora_request)
             adapters = without_loading(lora_request) or None
             prompt = await self._tokenized(prompt, adapters)
+            # Held until the request is queued: the engine thread must not wait for a compilation either.
+            grammar = await self._compiled(sampling_params, adapters)
             self._commands.put(lambda: self._add(stream, prompt, sampling_params, adapters, priority, cache_salt))
             await stream.admitted
+            del grammar
         except asyncio.CancelledError:
             self._post_abort(stream)
             raise
@@ -225,6 +228,12 @@ class AsyncEngine(AdapterCalls):
             return prompt
         rest = prompt if isinstance(prompt, dict) else {}
         return {**rest, "prompt": text, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, text)}
+
+    async def _compiled(self, params: SamplingParams, adapters: Mix) -> Any:
+        if getattr(params, "structured_outputs", None) is None:
+            return None
+        loaded, _ = self.engine.adapters.resolve(adapters)
+        return await asyncio.to_thread(self.engine.plans.prepare, params, loaded)
 
     def _post_abort(self, stream: RequestStream) -> None:
         self._commands.put(lambda: self._abort(stream))

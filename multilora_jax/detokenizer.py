@@ -17,7 +17,8 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: None leaves the text empty.
-        params: `stop`, `include_stop_str_in_output`, `skip_special_tokens` and `detokenize` are used.
+        params: `stop`, `min_tokens` (no stop string counts that is complete with one of the first so many tokens),
+            `include_stop_str_in_output`, `skip_special_tokens` and `detokenize` are used.
         continues_text: the output goes on from a text, so that a space before its first word belongs to it;
             otherwise tokenizers that put a space before every word have it removed, as in a text of its own.
 
@@ -30,6 +31,7 @@ class IncrementalDetokenizer:
         self.text = ""
         self._tokenizer = tokenizer if params.detokenize else None
         self._stops: list[str] = list(params.stop or [])
+        self._unstoppable = params.min_tokens if self._stops else 0  # tokens still to come that no stop string ends
         self._include_stop = params.include_stop_str_in_output
         self._skipped: frozenset[int] = frozenset()
         self._strip_next = False
@@ -48,8 +50,11 @@ class IncrementalDetokenizer:
         """
         if self._tokenizer is None or self._closed:
             return None
-        data = b"".join(self._tokenizer.token_bytes(i) for i in token_ids if i not in self._skipped)
-        return self._take(self._utf8.decode(data))
+        if self._unstoppable:
+            first, token_ids = token_ids[: self._unstoppable], token_ids[self._unstoppable :]
+            self._take(self._decode(first))
+            self._unstoppable -= len(first)
+        return self._take(self._decode(token_ids))
 
     def finish(self) -> None:
         """Flush what was held back; an unfinished character becomes U+FFFD. Further calls do nothing."""
@@ -57,6 +62,11 @@ class IncrementalDetokenizer:
             self._take(self._utf8.decode(b"", final=True))
             self.text += self._held
             self._held, self._closed = "", True
+
+    def _decode(self, token_ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        data = b"".join(self._tokenizer.token_bytes(i) for i in token_ids if i not in self._skipped)
+        return self._utf8.decode(data)
 
     def _take(self, new: str) -> str | None:
         if not new:
@@ -67,8 +77,8 @@ class IncrementalDetokenizer:
         # A stop string that is complete now began in the part held back: no other place could begin one.
         window = self._held + new
         matched: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = window.find(stop)
+        for stop in () if self._unstoppable else self._stops:
+            start = window.find(stop, max(0, len(self._held) - len(stop) + 1))
             if start >= 0 and (matched is None or (start + len(stop), start) < matched[:2]):
                 matched = (start + len(stop), start, stop)
         if matched is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import numbers
 import os
 import time
@@ -13,11 +12,13 @@ from typing import Any
 
 from multilora_jax.errors import UserError
 from multilora_jax.memory.prefix_cache import PrefixChain
+from multilora_jax.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
 
-MAX_LOGPROBS = 20
-"""Most alternatives per position that one request may ask for."""
-MAX_N = 128
-"""Most continuations that one request may ask for."""
+__all__ = [
+    "MAX_LOGPROBS", "MAX_SCALE", "CompletionOutput", "FinishReason", "LoRARequest", "Logprob", "RequestMetrics",
+    "RequestOutput", "SamplingParams", "Sequence", "SequenceStatus", "StructuredOutputsParams",
+]  # fmt: skip
+
 MAX_SCALE = 1000.0
 """Largest factor that a request may put on an adapter's delta."""
 
@@ -77,115 +78,6 @@ class LoRARequest:
         return self.lora_path
 
 
-_UNSUPPORTED_DEFAULTS: dict[str, Any] = {
-    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
-    "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "structured_outputs": None,
-}  # fmt: skip
-
-
-@dataclass
-class SamplingParams:
-    """How to choose tokens and when to stop; vLLM's names and defaults.
-
-    Fields of vLLM's that are not served yet (the penalties, min_tokens, logit_bias,
-    allowed_token_ids, bad_words, structured_outputs) are refused by name when they differ from their default.
-
-    Raises:
-        UserError: a value outside its range, named with the value.
-    """
-
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    structured_outputs: Any = None
-
-    def __post_init__(self) -> None:
-        for name, default in _UNSUPPORTED_DEFAULTS.items():
-            value = getattr(self, name)
-            if value != default and value is not None and value != [] and value != {}:
-                raise UserError(
-                    f"{name}={value!r} is not supported yet: leave it at {default!r}",
-                    reason="unsupported_parameter", param=name,
-                )  # fmt: skip
-        self.n = self._integer("n", 1, MAX_N)
-        self.temperature = self._number("temperature", 0.0, math.inf, high_open=True)
-        self.top_p = self._number("top_p", 0.0, 1.0, low_open=True)
-        self.min_p = self._number("min_p", 0.0, 1.0)
-        self.top_k = 0 if self.top_k == -1 else self._integer("top_k", 0)
-        self.max_tokens = None if self.max_tokens is None else self._integer("max_tokens", 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None and self._integer(name, 0) > MAX_LOGPROBS:
-                self._fail(name, f"is at most {MAX_LOGPROBS}")
-        if self.seed is not None:
-            self.seed = self._integer("seed", -(2**63), 2**64 - 1)
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
-        elif isinstance(self.stop, list | tuple):
-            self.stop = list(self.stop)
-        else:
-            self._fail("stop", "must be a non-empty string or a list of them")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            self._fail("stop", "must be a non-empty string or a list of them")
-        if self.stop and not self.detokenize:
-            self._fail("stop", "needs detokenize=True")
-        ids: Any = [] if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, list | tuple) or not all(
-            isinstance(t, numbers.Integral) and not isinstance(t, bool) and int(t) >= 0 for t in ids
-        ):
-            self._fail("stop_token_ids", "must be a list of token ids")
-        self.stop_token_ids = [int(t) for t in ids]
-
-    def _fail(self, name: str, what: str) -> None:
-        raise UserError(f"{name}={getattr(self, name)!r} {what}", reason="bad_sampling_params", param=name)
-
-    def _number(self, name: str, low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> float:
-        value = getattr(self, name)
-        ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        try:
-            value = float(value) if ok else math.nan
-        except OverflowError:
-            value = math.inf
-        ok = ok and (low < value if low_open else low <= value) and (value < high if high_open else value <= high)
-        if not ok:
-            left, right = "(" if low_open else "[", ")" if high_open else "]"
-            self._fail(name, f"is outside {left}{low:g}, {high:g}{right}")
-        return value
-
-    def _integer(self, name: str, low: int, high: int | None = None) -> int:
-        value = getattr(self, name)
-        ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        number = int(value) if ok else 0
-        if not ok or number < low or (high is not None and number > high):
-            self._fail(name, f"must be an integer {f'of at least {low}' if high is None else f'from {low} to {high}'}")
-        return number
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken, as vLLM does for a temperature below 1e-5."""
-        return self.temperature < 1e-5
-
-
 class FinishReason(enum.StrEnum):
     """Why a sequence ended; the values are the API's words."""
 
@@ -222,9 +114,8 @@ class Sequence:
         max_total_tokens: prompt plus generated tokens at which it ends with finish_reason "length".
         arrival_time: time.monotonic() seconds.
         page_ids: its KV pages in order, owned by the KV manager.
-        prefix: under which keys it shares full pages with others; None where it shares none.
-        index: its place among the continuations of one request.
-        num_cached_tokens: tokens that were not computed for it because their pages were there when it first started.
+        sampling_state: what it asks to change in its logits (engine.sampling_state.SamplingState); None for nothing.
+            Its next step needs the last token on the host.
     """
 
     request_id: str
@@ -248,6 +139,7 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    sampling_state: Any = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None

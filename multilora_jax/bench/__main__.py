@@ -4,6 +4,7 @@ python -m multilora_jax.bench throughput --config FILE --mix base,distinct      
 python -m multilora_jax.bench adapters --config FILE --counts 1,10,100,1000      speed by number of adapters
 python -m multilora_jax.bench adapters --config FILE --cold                      latency of adapters read from disk
 python -m multilora_jax.bench prefix --config FILE                               first tokens of equal prompt starts
+python -m multilora_jax.bench structured --config FILE                           answers that follow a JSON schema
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import logging
 
 from multilora_jax import flags
-from multilora_jax.bench import adapters, prefix, throughput
+from multilora_jax.bench import adapters, prefix, structured, throughput
 
-COMMANDS = {"throughput": throughput, "adapters": adapters, "prefix": prefix}
+COMMANDS = {"throughput": throughput, "adapters": adapters, "prefix": prefix, "structured": structured}
 
 if __name__ == "__main__":
     # jax reports every accelerator that it does not find at the level of information.

@@ -52,8 +52,8 @@ class InputReader:
         self.eos_token_ids = frozenset(model_config.eos_token_ids)
         if tokenizer is not None:
             self.eos_token_ids |= frozenset(tokenizer.eos_token_ids)
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
         self._max_model_len = max_model_len
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -84,10 +84,12 @@ class InputReader:
                 f"sampling_params must be a SamplingParams, not {type(params).__name__}",
                 reason="bad_sampling_params", param="sampling_params",
             )  # fmt: skip
-        for token in params.stop_token_ids or ():
-            self._check_token(token, "stop_token_ids")
-        if params.stop and self._tokenizer is None:
-            raise UserError("stop strings need a tokenizer, this model has none", reason="no_tokenizer", param="stop")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
+                self._check_token(token, name)
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise UserError(f"{name} needs a tokenizer, this model has none", reason="no_tokenizer", param=name)
 
     @staticmethod
     def check_priority(priority: Any) -> None:
@@ -127,21 +129,21 @@ class InputReader:
         return text, None if ids is None else list(ids)
 
     def _encode(self, text: str | None) -> list[int]:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise UserError(
                 "this model has no tokenizer: give token ids, or a tokenizer in the configuration",
                 reason="no_tokenizer", param="prompt",
             )  # fmt: skip
         try:
-            return self._tokenizer.encode(text) if text else []
+            return self.tokenizer.encode(text) if text else []
         except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair, which no text file can hold
             raise UserError(
                 "the prompt is no valid Unicode text: it holds a lone surrogate", reason="bad_prompt", param="prompt"
             ) from error
 
     def _check_token(self, token: Any, param: str) -> None:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self._vocab_size:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.vocab_size:
             raise UserError(
-                f"{token!r} is no token id of this model: they are integers from 0 to {self._vocab_size - 1}",
+                f"{token!r} is no token id of this model: they are integers from 0 to {self.vocab_size - 1}",
                 reason="bad_token_id", param=param,
             )  # fmt: skip

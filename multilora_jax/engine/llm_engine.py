@@ -13,11 +13,12 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.engine.adapter_manager import AdapterManager
 from multilora_jax.engine.describe import describe
 from multilora_jax.engine.fanout import Fanout
-from multilora_jax.engine.inputs import InputReader, Mix, Prompt, continues_text
+from multilora_jax.engine.inputs import Mix, Prompt, continues_text
 from multilora_jax.engine.interrupts import defer_interrupts
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.output import RequestState
+from multilora_jax.engine.sampling_plans import SamplingPlans
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.start import load_model
 from multilora_jax.errors import UnavailableError
@@ -71,6 +72,7 @@ class LLMEngine:
         )  # fmt: skip
         self.scheduler.active.is_staged = lambda a: self.scheduler.was_idle or self.runner.rows.holds(a)
         self._requests: dict[str, RequestState] = {}
+        self.plans = SamplingPlans(self.model_config, self.adapters.text, self.max_model_len)
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
         self._failure: BaseException | None = None
@@ -175,8 +177,7 @@ class LLMEngine:
             request_id: unique among live requests.
             prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             params: sampling parameters; max_tokens None means up to the context's end.
-            lora_request: the adapter; a list of several, each with its scale, for their weighted sum; None for the
-                base.
+            lora_request: the adapter; a list of several, each with its scale, for their weighted sum; None: the base.
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached prefixes.
 
@@ -185,13 +186,11 @@ class LLMEngine:
         """
         self._check_alive()
         adapters, scales = self.adapters.resolve(lora_request)
-        tokenizer, vocab_size = self.adapters.text.tokenizer_for(adapters), self.adapters.text.vocab_size(adapters)
-        inputs = InputReader(self.model_config, tokenizer, vocab_size, self.max_model_len)
+        inputs = self.plans.inputs_for(adapters)
         text, token_ids = inputs.read_prompt(prompt)
-        inputs.check_params(params)
         inputs.check_priority(priority)
         salt = inputs.read_salt(prompt, cache_salt)
-        room = self.max_model_len - len(token_ids)
+        plan, room = self.plans.plan(params, inputs), self.max_model_len - len(token_ids)
         seq = Sequence(
             request_id=request_id,
             token_ids=token_ids,
@@ -199,7 +198,7 @@ class LLMEngine:
             params=params,
             adapters=adapters,
             adapter_scales=scales,
-            vocab_size=vocab_size,
+            vocab_size=inputs.vocab_size,
             eos_token_ids=frozenset() if params.ignore_eos else inputs.eos_token_ids,
             max_total_tokens=len(token_ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             priority=priority,
@@ -208,10 +207,11 @@ class LLMEngine:
         with self._books:
             sequences = self._fanout.sequences(seq, salt, self._requests)
             for child in sequences:
+                child.sampling_state = plan and plan.start(token_ids)
                 self.scheduler.add(child, None if child is seq else seq)
                 self.adapters.enter(child)
                 self._requests[child.request_id] = RequestState(
-                    child, text, lora_request, tokenizer, continues_text=continues_text(prompt)
+                    child, text, lora_request, inputs.tokenizer, continues_text=continues_text(prompt)
                 )
             self._fanout.enter(request_id, sequences)
 

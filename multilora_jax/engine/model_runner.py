@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from multilora_jax.engine.batch import BatchShape, BuiltBatch, batch_shapes, build_batch, empty_batch, table_width
+from multilora_jax.engine.edits import build_edits, empty_edits
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.programs import Programs
 from multilora_jax.engine.rank_rows import HostTables, num_slots, row_buckets
@@ -24,7 +26,7 @@ from multilora_jax.lora.layout import Reach
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
-from multilora_jax.models.batch import ForwardBatch, LoRARows, VocabInputs
+from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingEdits, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama, vocab_inputs
 from multilora_jax.models.rows import attention_rows
@@ -58,6 +60,7 @@ class ModelRunner:
         buckets = row_buckets(max_rank_rows) if max_rank_rows else []
         self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)))
         self.loaded_bytes = 0
+        self._no_edits: dict[int, SamplingEdits] = {}
         group = self.programs.group
         # Layer indices live on the device: passing one must not cost a transfer at every step.
         self._groups = [
@@ -85,13 +88,15 @@ class ModelRunner:
             for shape in self.shapes:
                 keys.append(("begin", shape, rows, False))
                 keys += [("layers", shape, rows, reach) for reach in _plain(rows)]
-        keys += [("finish", shape, False) for shape in self.shapes] + [("logprobs", False)]
+        finishes = ("finish", "finish_edited")
+        keys += [(finish, shape, False) for finish in finishes for shape in self.shapes] + [("logprobs", False)]
         for rows in self.rows.buckets:
             keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
         for rows in self.rows.buckets[-1:]:
             keys += [("write_page",), ("read_page",), ("logprobs", True)]
             for shape in self.extended_shapes:
-                keys += [("begin", shape, rows, True), ("layers", shape, rows, Reach.EXTENDED), ("finish", shape, True)]
+                keys += [("begin", shape, rows, True), ("layers", shape, rows, Reach.EXTENDED)]
+                keys += [(finish, shape, True) for finish in finishes]
         pool = ThreadPoolExecutor(threads)
         try:
             futures = [pool.submit(self.programs.get, *key) for key in keys]
@@ -105,7 +110,8 @@ class ModelRunner:
             self._first_runs(rows)
         for shape in (self.shapes[0], self.shapes[-1]):
             batch = empty_batch(shape, self.spec.prefill_block, self.width)
-            self._run(batch, shape, 0, Reach.ATTENTION).token_S.block_until_ready()
+            for edits in (None, empty_edits(shape.num_rows, self.spec)):
+                self._run(batch, shape, 0, Reach.ATTENTION, lambda edits=edits: edits).token_S.block_until_ready()
         self.rows.time_copies(self.pool)
 
     def _first_runs(self, rows: int) -> None:
@@ -155,7 +161,8 @@ class ModelRunner:
             step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
             self.rows.slot_of,
         )  # fmt: skip
-        return built, self._run(built.batch, built.shape, plan.bucket, plan.reach)
+        edits = functools.partial(build_edits, built.rows, built.shape.num_rows, self.spec)
+        return built, self._run(built.batch, built.shape, plan.bucket, plan.reach, edits)
 
     def prompt_logprobs(
         self, seq: Sequence, hidden: np.ndarray, start: int, targets: list[int]
@@ -191,7 +198,14 @@ class ModelRunner:
             result += list(zip(*(np.asarray(v)[: len(part)] for v in values), strict=True))
         return result
 
-    def _run(self, batch: ForwardBatch, shape: BatchShape, rows: int, reach: Reach) -> StepOutput:
+    def _run(
+        self,
+        batch: ForwardBatch,
+        shape: BatchShape,
+        rows: int,
+        reach: Reach,
+        make_edits: Callable[[], SamplingEdits | None],
+    ) -> StepOutput:
         batch, extended = self._put(batch), reach is Reach.EXTENDED
         if rows and self.rows.tables is not None:
             batch.lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
@@ -201,7 +215,21 @@ class ModelRunner:
         buffers = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
         for weights, where, first in self._groups:
             x, self.pool = layers(weights, buffers[where], self.pool, first, x, inputs)
-        return programs.get("finish", shape, extended)(top, x, batch.sampling, vocab_inputs(self.pool, batch))
+        edits = make_edits()  # worked out while the device runs the layers
+        arguments = top, x, batch.sampling, vocab_inputs(self.pool, batch)
+        if edits is None:
+            return programs.get("finish", shape, extended)(*arguments)
+        return programs.get("finish_edited", shape, extended)(*arguments, self._put_edits(edits))
+
+    def _put_edits(self, edits: SamplingEdits) -> SamplingEdits:
+        """Edits on the device; of masks and entries, what this step has none of is there already."""
+        num_rows = len(edits.masked_S)
+        nothing = self._no_edits.get(num_rows)
+        if nothing is None:
+            nothing = self._no_edits[num_rows] = self._put(empty_edits(num_rows, self.spec))
+        names = [name for name in vars(edits) if name.endswith("_E")] if edits.num_entries else []
+        names += ["masked_S", "mask_SW"] if np.any(edits.masked_S) else []
+        return replace(nothing, **self._put({name: getattr(edits, name) for name in ["num_entries", *names]}))
 
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))

@@ -72,6 +72,10 @@ class RequestState:
             entry = self._entry(token, logprobs, params.logprobs or 0)
             self._logprobs.append(entry)
             self._cumulative_logprob += entry[token].logprob
+        if seq.sampling_state is not None:
+            seq.sampling_state.observe(token)
+            if seq.sampling_state.error is not None:
+                return self.fail(seq.sampling_state.error)
         stop_token = token in (params.stop_token_ids or ())
         if token in seq.eos_token_ids or stop_token:
             self.finish_reason = FinishReason.STOP

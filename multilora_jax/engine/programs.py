@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
+from multilora_jax.engine.edits import empty_edits
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
 from multilora_jax.engine.vocab_tables import empty_tables
 from multilora_jax.lora.layout import Reach
@@ -33,8 +34,10 @@ from multilora_jax.models.batch import (
     LayerRows,
     LoRARows,
     SamplingBatch,
+    SamplingEdits,
     VocabInputs,
 )
+from multilora_jax.models.edits import edit_logits
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
 from multilora_jax.models.loader import param_specs
@@ -63,13 +66,19 @@ def run_layers(
 
 
 def finish(
-    top: dict[str, jax.Array], x: jax.Array, sampling: SamplingBatch, vocab: VocabInputs | None, *, spec: LlamaSpec
+    top: dict[str, jax.Array],
+    x: jax.Array,
+    sampling: SamplingBatch,
+    vocab: VocabInputs | None,
+    edits: SamplingEdits | None = None,
+    *,
+    spec: LlamaSpec,
 ) -> StepOutput:
     """Last norm, head and sampling of the rows that sample."""
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
     logits_SV = mask_vocabulary(logits_SV, sampling.vocab_S)
-    token_S = sample(logits_SV, sampling)
+    token_S = sample(logits_SV if edits is None else edit_logits(logits_SV, edits), sampling)
     wanted = jnp.any(sampling.num_logprobs_S >= 0)
     return StepOutput(token_S, *token_logprobs(logits_SV, token_S, wanted), hidden)
 
@@ -128,9 +137,11 @@ class Programs:
     def get(self, *key: Any) -> Any:
         """The program of a key, compiled now if it never was.
 
-        Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach), ("finish", shape, extended),
-        ("insert", rows, modules), ("rows", rows), ("write_page",), ("read_page",), ("logprobs", extended), where rows
-        is the number of active rank rows and reach what their adapters change. An extended step has the most rows.
+        Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach),
+        ("finish" | "finish_edited", shape, extended), ("insert", rows, modules), ("rows", rows), ("write_page",),
+        ("read_page",), ("logprobs", extended), where rows is the number of active rank rows and reach what their
+        adapters change; an edited finish is for steps with a row that has SamplingEdits. An extended step has the most
+        rows.
         """
         program = self._programs.get(key)
         if program is None:
@@ -186,13 +197,16 @@ class Programs:
         )
         return fn.lower(layers[:n], row_buffers, self._pool, self.abstract(np.int32(0)), x, inputs)
 
-    def _finish(self, shape: BatchShape, extended: bool) -> Any:
+    def _finish_edited(self, shape: BatchShape, extended: bool) -> Any:
+        return self._finish(shape, extended, (self.abstract(empty_edits(shape.num_rows, self.spec)),))
+
+    def _finish(self, shape: BatchShape, extended: bool, edits: tuple[SamplingEdits, ...] = ()) -> Any:
         tokens, width = shape.num_tokens(self.spec.prefill_block), self.spec.config.hidden_size
         x = np.zeros((width, tokens) if self.spec.features_first else (tokens, width), np.float32)
         batch = self._batch(shape, self._max_rows if extended else 0, extended)
-        specs = (self._specs["top"], P(), P(), self._vocab_specs(extended))
+        specs = (self._specs["top"], P(), P(), self._vocab_specs(extended), *(P() for _ in edits))
         fn = self._jit(functools.partial(finish, spec=self.spec), specs, P())
-        return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch))
+        return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch), *edits)
 
     def _insert(self, rows: int, modules: tuple[str, ...]) -> Any:
         specs, g = [LAYER_ROWS_SPEC] * self.group, self.spec.geometry

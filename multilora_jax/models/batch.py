@@ -102,6 +102,25 @@ class SamplingBatch:
 
 @jax.tree_util.register_dataclass
 @dataclass
+class SamplingEdits:
+    """What rows ask to change in their logits before temperature; only steps with such a row carry it.
+
+    An entry turns logit x of one row's token into x + bias, divides that by factor where it is positive and multiplies
+    it where it is not, and takes penalty off. The first num_entries count; no row has two for one token.
+    """
+
+    row_E: jax.Array  # int32[E]
+    token_E: jax.Array  # int32[E]
+    bias_E: jax.Array  # float32[E], -inf bans the token
+    factor_E: jax.Array  # float32[E], positive
+    penalty_E: jax.Array  # float32[E]
+    num_entries: jax.Array  # int32[]
+    masked_S: jax.Array  # bool[S], rows whose tokens mask_SW limits
+    mask_SW: jax.Array  # uint32[S, W], bit t % 32 of word t // 32 is set where token t may come
+
+
+@jax.tree_util.register_dataclass
+@dataclass
 class ForwardBatch:
     """Everything one step reads besides parameters and pool."""
 

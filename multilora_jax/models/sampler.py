@@ -1,5 +1,8 @@
 """Choosing the next token on the device, row by row.
 
+In this order: what the row's SamplingEdits say (masks, then bans, biases and penalties), temperature, min_p, top_k,
+top_p, the draw. Log-probabilities are of the model's own distribution, before all of these.
+
 Each row draws with its own key, folded with the position of the token it draws, so a seed gives the same text in any
 batch. Work that no row of a step asked for is skipped by `lax.cond`; no option ever recompiles.
 """
@@ -36,7 +39,7 @@ def mask_vocabulary(logits_SV: jax.Array, vocab_S: jax.Array) -> jax.Array:
 
 
 def sample(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
-    """int32[S]: the most likely token where temperature is 0, else a draw after temperature, top-k, top-p and min-p.
+    """int32[S]: the most likely token where temperature is 0, else a draw after temperature, min-p, top-k and top-p.
 
     Args:
         logits_SV: float32[S, V].
@@ -60,7 +63,7 @@ def _draw(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
 
 
 def _truncate(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
-    """-inf below each row's threshold: its top_k-th logit, then the top_p mass, then min_p of the best.
+    """-inf below each row's threshold: min_p of the best, its top_k-th logit, then the top_p mass of what is left.
 
     Thresholds come from bisecting the ordered bit patterns of float32, 32 exact halvings instead of a sort over the
     vocabulary. Tokens tied with the last one kept are kept too.
@@ -70,12 +73,12 @@ def _truncate(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
     want_S = jnp.where(sampling.top_k_S > 0, jnp.minimum(sampling.top_k_S, V), V)
     kth_S = _largest(order_SV, lambda kept_SV: jnp.sum(kept_SV, -1) >= want_S)
     kept_SV = order_SV >= kth_S[:, None]
+    kept_SV &= logits_SV >= logits_SV.max(-1, keepdims=True) + jnp.log(sampling.min_p_S)[:, None]
     p_SV = jax.nn.softmax(jnp.where(kept_SV, logits_SV, -jnp.inf), -1)
     # Sums round: a top_p of 1 keeps everything rather than losing the smallest probabilities.
     mass_S = jnp.where(sampling.top_p_S < 1, sampling.top_p_S, 0.0)
     pth_S = _largest(order_SV, lambda some_SV: jnp.sum(jnp.where(some_SV, p_SV, 0), -1) >= mass_S)
     kept_SV &= (order_SV >= pth_S[:, None]) | (sampling.top_p_S >= 1)[:, None]
-    kept_SV &= p_SV >= sampling.min_p_S[:, None] * p_SV.max(-1, keepdims=True)
     return jnp.where(kept_SV, logits_SV, -jnp.inf)
 
 

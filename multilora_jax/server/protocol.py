@@ -12,20 +12,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from multilora_jax.errors import UserError
-from multilora_jax.request import MAX_LOGPROBS, SamplingParams
+from multilora_jax.request import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
 from multilora_jax.server.messages import check_messages
 from multilora_jax.server.mixes import MixEntry, check_mix
+from multilora_jax.server.structure import read_structure
 from multilora_jax.tokenizer import Tokenizer
 
-NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "frequency_penalty": (0.0,),
-    "length_penalty": (1.0,), "logit_bias": ({},), "min_tokens": (0,),
-    "presence_penalty": (0.0,), "repetition_penalty": (1.0,), "response_format": ({"type": "text"},),
-    "structured_outputs": (), "use_beam_search": (False,),
-}  # fmt: skip
+NOT_SERVED: Mapping[str, tuple[Any, ...]] = {"best_of": (1,), "length_penalty": (1.0,), "use_beam_search": (False,)}
 """Field: its values that change nothing. null always is one, and an integer of the same value for a float."""
 
 NOT_SERVED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
@@ -37,10 +33,8 @@ NOT_SERVED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,), "tool_choice": ("none",), "tools": ([],), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
 
-TEMPLATE_ARGUMENTS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) - {"kwargs"} | {
-    "tools",
-    "documents",
-}
+_OWN_ARGUMENTS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) - {"kwargs"}
+TEMPLATE_ARGUMENTS = _OWN_ARGUMENTS | {"tools", "documents"}
 """What the server itself passes to a chat template."""
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -86,6 +80,19 @@ class GenerationBody(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -102,6 +109,7 @@ class GenerationBody(Body):
     n: int | None = None
     request_id: str | None = None
     user: str | None = None
+    _structure: StructuredOutputsParams | None = PrivateAttr(None)
 
     @field_validator("lora")
     @classmethod
@@ -148,6 +156,11 @@ class GenerationBody(Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_structure(self) -> GenerationBody:
+        self._structure = read_structure(self)
+        return self
+
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -160,9 +173,11 @@ class GenerationBody(Body):
         """The engine's parameters. Raises UserError for a value out of range, named."""
         names = (
             "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
-            "include_stop_str_in_output", "skip_special_tokens",
+            "include_stop_str_in_output", "skip_special_tokens", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given["structured_outputs"] = self._structure
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 

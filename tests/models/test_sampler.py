@@ -48,6 +48,9 @@ def kept_by_sorting(logits_V, top_k, top_p, min_p):
     """The set that may be drawn, by its definition; None where rounding decides it."""
     x = np.asarray(logits_V, np.float64)
     kept = x >= (np.sort(x)[-min(top_k, len(x))] if top_k else -np.inf)
+    if min_p and np.abs(softmax(x) - min_p * softmax(x).max()).min() < 1e-6:
+        return None
+    kept &= softmax(x) >= min_p * softmax(x).max()
     p = softmax(np.where(kept, x, -np.inf))
     if top_p < 1:
         order = np.argsort(-p, kind="stable")
@@ -55,9 +58,7 @@ def kept_by_sorting(logits_V, top_k, top_p, min_p):
         if np.abs(mass - top_p).min() < 1e-5:
             return None
         kept &= p >= p[order[np.argmax(mass >= top_p)]] * (1 - 1e-9)
-    if min_p and np.abs(p - min_p * p.max()).min() < 1e-6:
-        return None
-    return kept & (p >= min_p * p.max())
+    return kept
 
 
 def test_greedy_takes_the_first_of_the_best():
