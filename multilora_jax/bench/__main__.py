@@ -3,6 +3,7 @@
 python -m multilora_jax.bench throughput --config FILE --mix base,distinct       speed by mix of adapters
 python -m multilora_jax.bench adapters --config FILE --counts 1,10,100,1000      speed by number of adapters
 python -m multilora_jax.bench adapters --config FILE --cold                      latency of adapters read from disk
+python -m multilora_jax.bench quality --config FILE                             quantised base against float32
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import logging
 
 from multilora_jax import flags
-from multilora_jax.bench import adapters, throughput
+from multilora_jax.bench import adapters, quality, throughput
 
-COMMANDS = {"throughput": throughput, "adapters": adapters}
+COMMANDS = {"throughput": throughput, "adapters": adapters, "quality": quality}
 
 if __name__ == "__main__":
     # jax reports every accelerator that it does not find at the level of information.
