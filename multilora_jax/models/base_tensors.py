@@ -13,7 +13,7 @@ from multilora_jax.models.quantised import QuantWeight, dequantise
 
 
 class BaseTensors:
-    """Reads single tensors back from the device, as rounded or quantised when they were loaded. Safe to use from any thread.
+    """Reads single tensors back from the device, as they were rounded when loaded. Safe to use from any thread.
 
     Args:
         spec: of the model.

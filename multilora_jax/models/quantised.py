@@ -9,6 +9,7 @@ twice the tokens sums exactly. Longer steps convert a tile of the weight at a ti
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,20 +89,29 @@ def quant_product(weight: QuantWeight, x: jax.Array, features_first: bool) -> ja
         float32[O, T] or [T, O].
     """
 
-    def on_cpu(weight: QuantWeight, x: jax.Array) -> jax.Array:
-        x_IT = x if features_first else x.T
-        y_OT = (_by_digits if x_IT.shape[1] <= DIGIT_TOKENS else _by_tiles)(weight, x_IT)
-        return y_OT if features_first else y_OT.T
+    return jax.lax.platform_dependent(
+        weight,
+        x,
+        cpu=functools.partial(_on_cpu, features_first=features_first),
+        default=functools.partial(_converted, features_first=features_first),
+    )
 
-    def elsewhere(weight: QuantWeight, x: jax.Array) -> jax.Array:
-        values_OI = weight.values_OI.astype(x.dtype)  # becomes a part of the product's kernel
-        if features_first:
-            y = jax.lax.dot_general(values_OI, x, (((1,), (0,)), ((), ())), preferred_element_type=_F32)
-            return y * weight.scale_O[:, None]
-        y = jax.lax.dot_general(x, values_OI, (((1,), (1,)), ((), ())), preferred_element_type=_F32)
-        return y * weight.scale_O[None, :]
 
-    return jax.lax.platform_dependent(weight, x, cpu=on_cpu, default=elsewhere)
+def _on_cpu(weight: QuantWeight, x: jax.Array, features_first: bool) -> jax.Array:
+    """quant_product without a whole converted weight in memory."""
+    x_IT = x if features_first else x.T
+    y_OT = (_by_digits if x_IT.shape[1] <= DIGIT_TOKENS else _by_tiles)(weight, x_IT)
+    return y_OT if features_first else y_OT.T
+
+
+def _converted(weight: QuantWeight, x: jax.Array, features_first: bool) -> jax.Array:
+    """quant_product where the conversion becomes a part of the product's kernel."""
+    values_OI = weight.values_OI.astype(x.dtype)
+    if features_first:
+        y = jax.lax.dot_general(values_OI, x, (((1,), (0,)), ((), ())), preferred_element_type=_F32)
+        return y * weight.scale_O[:, None]
+    y = jax.lax.dot_general(x, values_OI, (((1,), (1,)), ((), ())), preferred_element_type=_F32)
+    return y * weight.scale_O[None, :]
 
 
 def _by_digits(weight: QuantWeight, x_IT: jax.Array) -> jax.Array:
