@@ -204,10 +204,10 @@ class EngineConfig:
             object.__setattr__(self, f.name, value)
         if self.quantization == "int4":
             raise ConfigError(
-                "quantization int4 is not offered: 16 levels cost far more quality than int8 and no product here is faster with them: use int8",
-                reason="bad_value",
-                param="quantization",
-            )
+                "quantization int4 is not offered: 16 levels cost far more quality than int8, and products with them "
+                "are slower: use int8",
+                reason="bad_value", param="quantization",
+            )  # fmt: skip
         self._check_together()
 
     def _check_together(self) -> None:
