@@ -67,6 +67,13 @@ class EngineConfig:
         default="auto",
         metadata=key_info("Type of weights, activations and pool. auto times float32 and bfloat16 on this device."),
     )
+    quantization: Literal["int8", "int4"] | None = field(
+        default=None,
+        metadata=key_info(
+            "int8 rounds the base's weights to 8 bits with a scale for each output channel; adapters, activations and "
+            "the pool keep `dtype`. By default nothing is rounded. int4 is not offered: it costs too much quality."
+        ),
+    )
     seed: int = field(
         default=0, metadata=key_info("Seed of requests without one and of dummy weights.", low=0, high=2**32 - 1)
     )
@@ -195,6 +202,12 @@ class EngineConfig:
             value = typed_value(f.name, hints[f.name], getattr(self, f.name))
             check_range(f.name, value, f.metadata, default_of(f))
             object.__setattr__(self, f.name, value)
+        if self.quantization == "int4":
+            raise ConfigError(
+                "quantization int4 is not offered: 16 levels cost far more quality than int8, and products with them "
+                "are slower: use int8",
+                reason="bad_value", param="quantization",
+            )  # fmt: skip
         self._check_together()
 
     def _check_together(self) -> None:

@@ -18,7 +18,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from absl import app, flags
 
@@ -267,12 +268,14 @@ def _kinds() -> dict[str, Any]:
     """For each key: bool, int, float, str, list, or the tuple of the words that it takes."""
     out: dict[str, Any] = {}
     for key, hint in get_type_hints(EngineConfig).items():
+        if get_origin(hint) in (Union, UnionType):  # one that may be left empty
+            hint = next(arg for arg in get_args(hint) if arg is not type(None))
         if get_origin(hint) is Literal:
             out[key] = get_args(hint)
         elif get_origin(hint) in (tuple, dict):
             out[key] = list
         else:
-            out[key] = next((arg for arg in get_args(hint) if arg is not type(None)), hint)
+            out[key] = hint
     return out
 
 

@@ -109,6 +109,9 @@ class TestKeys:
             ("seed", -1, "at least 0"),
             ("dtype", "float23", "one of auto, float32, bfloat16, float16, got 'float23': did you mean float32?"),
             ("load_format", 3, "one of auto, dummy, got 3"),
+            ("quantization", "int9", "one of int8, int4, got 'int9': did you mean int8?"),
+            ("quantization", 8, "one of int8, int4, got 8"),
+            ("quantization", "int4", "int4 is not offered"),
         ],
     )
     def test_out_of_range_gives_the_bound(self, key, value, words):

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from multilora_jax.models.config import ModelConfig
 
 
-def weight_bytes(model: ModelConfig, geometry: PoolGeometry) -> int:
+def weight_bytes(model: ModelConfig, geometry: PoolGeometry, quantization: str | None = None) -> int:
     """Bytes of base weights that a step reads: all, but of an untied embedding table only a few rows."""
-    read = model.num_parameters - (0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size)
-    return read * geometry.storage_dtype.itemsize
+    unread = 0 if model.tie_word_embeddings else model.vocab_size
+    return model.weight_bytes(geometry.storage_dtype.itemsize, quantization, unread)
 
 
 def adapter_bytes(adapter: Adapter, geometry: PoolGeometry) -> int:

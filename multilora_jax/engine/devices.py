@@ -105,7 +105,7 @@ def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_l
             wanted = (config.max_num_seqs * one.pages_for_tokens(max_model_len) + 1) * one.page_bytes
             size = min(wanted, DEFAULT_CPU_POOL_BYTES)
         else:
-            weights = model.num_parameters * one.storage_dtype.itemsize // tp
+            weights = model.weight_bytes(one.storage_dtype.itemsize, config.quantization) // tp
             share = config.gpu_memory_utilization if config.gpu_memory_utilization is not None else 0.9
             size = int((limit * share - weights - _STEP_RESERVE_BYTES) * tp)
     pages = size // one.page_bytes

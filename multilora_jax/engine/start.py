@@ -65,7 +65,12 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
     tp, extra_vocab = config.tensor_parallel_size, config.max_extra_vocab if config.enable_lora else 0
     geometry = model_config.geometry(num_pages, config.page_tokens, tp, dtype, extra_vocab)
     spec = LlamaSpec(
-        model_config, geometry, config.prefill_block, devices.features_first(dtype), "model" if tp > 1 else None
+        model_config,
+        geometry,
+        config.prefill_block,
+        devices.features_first(dtype),
+        "model" if tp > 1 else None,
+        config.quantization,
     )
     model = load_llama(
         spec, max_model_len, mesh, checkpoint, seed=config.seed,

@@ -9,10 +9,11 @@ import numpy as np
 
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import MODEL_AXIS, ParamRecord, layer_records, top_records
+from multilora_jax.models.quantised import QuantWeight, dequantise
 
 
 class BaseTensors:
-    """Reads single tensors back from the device, as rounded when they were loaded. Safe to use from any thread.
+    """Reads single tensors back from the device, as they were rounded when loaded. Safe to use from any thread.
 
     Args:
         spec: of the model.
@@ -40,7 +41,8 @@ class BaseTensors:
         if name not in self._places:
             return None
         record, array = self._places[name]
-        host = np.asarray(jax.device_put(array, jax.local_devices(backend="cpu")[0]))  # no host copy is kept
+        array = jax.device_put(array, jax.local_devices(backend="cpu")[0])  # no host copy is kept
+        host = dequantise(array) if isinstance(array, QuantWeight) else np.asarray(array)
         if len(record.sources) == 1:
             vocabulary = record.shape[0] == self._spec.geometry.vocab_rows and record.name in ("embed", "lm_head")
             return (host[: self._vocab_size] if vocabulary else host).astype(np.float32, copy=False)

@@ -250,6 +250,25 @@ class ModelConfig:
         layer += (Q + 2 * KV + D) * self.attention_bias + (2 * F + D) * self.mlp_bias
         return self.num_layers * layer + D + self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
 
+    def weight_bytes(self, itemsize: int, quantization: str | None = None, unread_rows: int = 0) -> int:
+        """Bytes of the weights.
+
+        Args:
+            itemsize: bytes of an element of the compute type.
+            quantization: "int8": one byte for each element of a projection, the embedding and the head, and a float32
+                scale for each of their outputs.
+            unread_rows: rows of the vocabulary that do not count.
+        """
+        elements = self.num_parameters - unread_rows * self.hidden_size
+        if quantization is None:
+            return elements * itemsize
+        outputs = self.num_layers * (self.q_dim + 2 * self.kv_dim + 2 * self.ffn_size + 2 * self.hidden_size)
+        outputs += self.vocab_size * (1 if self.tie_word_embeddings else 2) - unread_rows
+        D, F, Q, KV = self.hidden_size, self.ffn_size, self.q_dim, self.kv_dim
+        vectors = (2 * self.num_layers + 1) * D
+        vectors += self.num_layers * ((Q + 2 * KV + D) * self.attention_bias + (2 * F + D) * self.mlp_bias)
+        return elements - vectors + vectors * itemsize + 4 * outputs
+
     def geometry(
         self, num_pages: int, page_tokens: int, tp: int = 1, dtype: str = "float32", extra_vocab: int = 0
     ) -> PoolGeometry:

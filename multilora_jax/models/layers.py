@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig
+from multilora_jax.models.quantised import QuantWeight, quant_product
 from pallas_kernels.paged_attention import paged_attention
 
 _F32 = jnp.float32
@@ -29,6 +30,7 @@ class LlamaSpec:
         prefill_block: tokens of one prefill block.
         features_first: layout of activations, see this module.
         axis_name: mesh axis of tensor parallelism when run inside shard_map, None on one device.
+        quantization: "int8" where the weights of products are QuantWeights, else None.
     """
 
     config: ModelConfig
@@ -36,6 +38,7 @@ class LlamaSpec:
     prefill_block: int = 32
     features_first: bool = True
     axis_name: str | None = None
+    quantization: str | None = None
 
     @property
     def dtype(self) -> Any:
@@ -46,9 +49,11 @@ class LlamaSpec:
         return 0 if self.features_first else 1
 
 
-def linear(spec: LlamaSpec, w_OI: jax.Array, x: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
+def linear(spec: LlamaSpec, w_OI: jax.Array | QuantWeight, x: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
     """x W^T (+ bias) with float32 sums; x and the float32 result in the activation layout."""
-    if spec.features_first:
+    if isinstance(w_OI, QuantWeight):
+        y = quant_product(w_OI, x, spec.features_first)
+    elif spec.features_first:
         y = jax.lax.dot_general(w_OI, x, (((1,), (0,)), ((), ())), preferred_element_type=_F32)
     else:
         y = jax.lax.dot_general(x, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=_F32)

@@ -28,6 +28,7 @@ from multilora_jax.models.layers import (
     write_kv,
 )
 from multilora_jax.models.projections import LayerDeltas, column_parallel, norm_weight, row_parallel
+from multilora_jax.models.quantised import QuantWeight, take_rows
 from multilora_jax.models.vocab_rows import embedding_deltas, final_norm_deltas, head_deltas
 
 _F32 = jnp.float32
@@ -36,7 +37,7 @@ _F32 = jnp.float32
 class Weights(nnx.Module):
     """The weights of one layer, or of the model outside its layers, by name."""
 
-    def __init__(self, arrays: dict[str, jax.Array]):
+    def __init__(self, arrays: dict[str, Any]):
         for name, array in arrays.items():
             setattr(self, name, nnx.Param(array))
 
@@ -48,10 +49,11 @@ class Llama(nnx.Module):
         spec: static description.
         top: embed [V, D], final_norm [D], lm_head [V, D] (absent when tied), cos and sin [positions, H/2].
         layers: per layer input_norm [D], qkv [(N+2K)*H, D], o [D, N*H], post_norm [D], gate_up [2F, D], down [D, F],
-            and where the model has biases qkv_bias, o_bias, gate_up_bias, down_bias.
+            and where the model has biases qkv_bias, o_bias, gate_up_bias, down_bias. Weights of two axes are
+            QuantWeights where spec.quantization is set.
     """
 
-    def __init__(self, spec: LlamaSpec, top: dict[str, jax.Array], layers: list[dict[str, jax.Array]]):
+    def __init__(self, spec: LlamaSpec, top: dict[str, Any], layers: list[dict[str, Any]]):
         self.spec = spec
         self.top = Weights(top)
         self.layers = nnx.List([Weights(layer) for layer in layers])
@@ -59,7 +61,7 @@ class Llama(nnx.Module):
     def params(self) -> dict[str, Any]:
         """Plain nested containers of arrays, the form that crosses jit: {"top": {...}, "layers": [{...}, ...]}."""
         state = nnx.to_pure_dict(nnx.state(self, nnx.Param))
-        layers: dict[int, dict[str, jax.Array]] = state["layers"]
+        layers: dict[int, dict[str, Any]] = state["layers"]
         return {"top": state["top"], "layers": [layers[i] for i in range(len(layers))]}
 
     def __call__(self, pool: jax.Array, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
@@ -200,12 +202,12 @@ def take_tokens(spec: LlamaSpec, hidden: jax.Array, tokens_S: jax.Array) -> jax.
     return jnp.take(hidden, tokens_S, axis=1 - spec.feature_axis, mode="clip")
 
 
-def _embed(spec: LlamaSpec, embed_VD: jax.Array, token_ids_T: jax.Array) -> jax.Array:
+def _embed(spec: LlamaSpec, embed_VD: jax.Array | QuantWeight, token_ids_T: jax.Array) -> jax.Array:
     if spec.axis_name is None:
-        return jnp.take(embed_VD, token_ids_T, axis=0, mode="clip")
+        return take_rows(embed_VD, token_ids_T)
     local_T = token_ids_T - jax.lax.axis_index(spec.axis_name) * embed_VD.shape[0]
     here_T = (local_T >= 0) & (local_T < embed_VD.shape[0])
-    found_TD = jnp.take(embed_VD, jnp.where(here_T, local_T, 0), axis=0, mode="clip")
+    found_TD = take_rows(embed_VD, jnp.where(here_T, local_T, 0))
     return jax.lax.psum(jnp.where(here_T[:, None], found_TD, 0), spec.axis_name)
 
 

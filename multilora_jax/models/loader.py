@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from multilora_jax.models.checkpoint import Checkpoint, expected_shapes
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama
+from multilora_jax.models.quantised import QuantWeight, quantise
 from multilora_jax.models.rope import rope_tables
 
 MODEL_AXIS = "model"
@@ -35,6 +36,7 @@ class ParamRecord:
         shape: whole shape.
         spec: how it is split over the mesh.
         scale: standard deviation of dummy weights; 0 draws ones (a norm).
+        quantised: whether it is a QuantWeight, rounded from the checkpoint's own values.
     """
 
     name: str
@@ -43,6 +45,12 @@ class ParamRecord:
     shape: tuple[int, ...]
     spec: P
     scale: float
+    quantised: bool = False
+
+    @property
+    def partition(self) -> Any:
+        """PartitionSpec, or a QuantWeight of them: scales are split with the outputs."""
+        return QuantWeight(self.spec, P(self.spec[0])) if self.quantised else self.spec
 
     def place_of(self, source: str, tp: int) -> tuple[int, int]:
         """First row of a source in each of `tp` shards of the parameter, and how many rows it has there."""
@@ -71,7 +79,8 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     ]
     for name, modules, rows, width, split, biased, bias_split in weights:
         shape = (sum(rows), width)
-        records.append(ParamRecord(name, tuple(f"{m}.weight" for m in modules), rows, shape, split, width**-0.5))
+        sources = tuple(f"{m}.weight" for m in modules)
+        records.append(ParamRecord(name, sources, rows, shape, split, width**-0.5, spec.quantization is not None))
         if biased:
             sources = tuple(f"{m}.bias" for m in modules)
             records.append(ParamRecord(f"{name}_bias", sources, rows, shape[:1], bias_split, 0.02))
@@ -80,21 +89,22 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
 
 def top_records(spec: LlamaSpec) -> list[ParamRecord]:
     """The parameters outside the layers; the vocabulary is padded to whole units, which the shards divide."""
-    c, split = spec.config, P(MODEL_AXIS, None)
+    c, split, quantised = spec.config, P(MODEL_AXIS, None), spec.quantization is not None
     rows, shape, width = (c.vocab_size,), (spec.geometry.vocab_rows, c.hidden_size), (c.hidden_size,)
     records = [
-        ParamRecord("embed", ("model.embed_tokens.weight",), rows, shape, split, 1.0),
+        ParamRecord("embed", ("model.embed_tokens.weight",), rows, shape, split, 1.0, quantised),
         ParamRecord("final_norm", ("model.norm.weight",), width, width, P(), 0),
     ]
     if not c.tie_word_embeddings:
-        records.append(ParamRecord("lm_head", ("lm_head.weight",), rows, shape, split, c.hidden_size**-0.5))
+        scale = c.hidden_size**-0.5
+        records.append(ParamRecord("lm_head", ("lm_head.weight",), rows, shape, split, scale, quantised))
     return records
 
 
 def param_specs(spec: LlamaSpec) -> dict[str, Any]:
     """PartitionSpecs in the structure of Llama.params()."""
-    top = {record.name: record.spec for record in top_records(spec)} | {"cos": P(), "sin": P()}
-    layers = [{r.name: r.spec for r in layer_records(spec, layer)} for layer in range(spec.config.num_layers)]
+    top = {record.name: record.partition for record in top_records(spec)} | {"cos": P(), "sin": P()}
+    layers = [{r.name: r.partition for r in layer_records(spec, layer)} for layer in range(spec.config.num_layers)]
     return {"top": top, "layers": layers}
 
 
@@ -116,18 +126,22 @@ def load_llama(
         checkpoint: where tensors come from; None draws dummy weights from `seed`.
         progress: wraps the iteration over layers, for a progress bar.
 
-    Tensors are read, joined, cast and handed to the device one parameter at a time.
+    Tensors are read, joined, cast or quantised, and handed to the device one parameter at a time.
     """
     rng, shapes = np.random.default_rng(seed), expected_shapes(spec.config)
 
-    def build(records: Iterable[ParamRecord]) -> dict[str, jax.Array]:
+    def build(records: Iterable[ParamRecord]) -> dict[str, Any]:
         made = {}
         for record in records:
             if checkpoint is None:
                 tensors = (_dummy(shapes[source], record.scale, rng) for source in record.sources)
             else:
                 tensors = (checkpoint.tensor(source) for source in record.sources)
-            made[record.name] = jax.device_put(_join(spec, record, tensors), NamedSharding(mesh, record.spec))
+            whole = _join(spec, record, tensors)
+            placed = jax.tree.map(
+                lambda p: NamedSharding(mesh, p), record.partition, is_leaf=lambda p: isinstance(p, P)
+            )
+            made[record.name] = jax.device_put(quantise(whole) if record.quantised else whole, placed)
         return made
 
     top = build(top_records(spec))
@@ -139,7 +153,7 @@ def load_llama(
 
 def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -> np.ndarray:
     """Lays a parameter's tensors together; where axis 0 is split, each shard's part of every tensor."""
-    out = np.empty(record.shape, spec.dtype)
+    out = np.empty(record.shape, np.float32 if record.quantised else spec.dtype)
     if len(record.sources) == 1:
         out[: record.rows[0]] = next(iter(tensors))
         out[record.rows[0] :] = 0

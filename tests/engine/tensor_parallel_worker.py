@@ -81,13 +81,13 @@ def refusal(golden: Path, tp: int) -> dict[str, Any]:
     return {}
 
 
-def odd_model(folder: Path) -> dict[str, Any]:
+def odd_model(folder: Path, **options: Any) -> dict[str, Any]:
     """How greedy and sampled texts of random weights compare on one and on two devices."""
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True)
     requests = [Request([3, 258, 9], greedy(8)), Request([7], greedy(8)), Request([7], sampled)]
     texts, logits = [], []
     for tp in (1, 2):
-        engine = make_engine(folder, tensor_parallel_size=tp, load_format="dummy")
+        engine = make_engine(folder, tensor_parallel_size=tp, load_format="dummy", **options)
         recorder = LogitsRecorder(engine)
         texts.append(tokens_of(run_all(engine, requests)))
         logits.append(np.concatenate([recorder.take(number) for number in range(len(requests))]))
@@ -95,7 +95,9 @@ def odd_model(folder: Path) -> dict[str, Any]:
         "same_tokens": texts[0] == texts[1],
         "sampled_differs_from_greedy": texts[0][1] != texts[0][2],
         "difference": float(np.abs(logits[0] - logits[1]).max()),
-        "embed_shards": sorted({s.data.shape for s in engine.runner.params["top"]["embed"].addressable_shards}),
+        "embed_shards": sorted(
+            {s.data.shape for s in jax.tree.leaves(engine.runner.params["top"]["embed"])[0].addressable_shards}
+        ),
     }
 
 
@@ -109,6 +111,7 @@ def main() -> None:
     result["tied"] = facts
     result["refused"] = refusal(golden, 3)
     result["odd"] = odd_model(Path(sys.argv[2]))
+    result["int8"] = odd_model(Path(sys.argv[2]), quantization="int8")
     print(json.dumps(result))
 
 

@@ -58,9 +58,10 @@ def test_three_devices_cannot_split_two_kv_heads(seen):
     assert refused["message"] == "tensor_parallel_size 3 does not divide the model's num_kv_heads 2"
 
 
-def test_biases_an_odd_vocabulary_and_random_weights(seen):
+@pytest.mark.parametrize("model", ["odd", "int8"])
+def test_biases_an_odd_vocabulary_and_random_weights(seen, model):
     """They, and sampled texts, do not depend on the number of devices."""
-    facts = seen["odd"]
+    facts = seen[model]
     assert facts["embed_shards"] == [[272, 64]]  # of 259 + 256 tokens, rounded up to units of 32
     assert facts["same_tokens"]
     assert facts["sampled_differs_from_greedy"]

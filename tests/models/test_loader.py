@@ -27,8 +27,9 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**(sizes | changes))
 
 
-def spec_of(model: ModelConfig, tp=1, dtype="float32") -> LlamaSpec:
-    return LlamaSpec(model, model.geometry(num_pages=8, page_tokens=16, tp=tp, dtype=dtype))
+def spec_of(model: ModelConfig, tp=1, dtype="float32", quantization=None) -> LlamaSpec:
+    geometry = model.geometry(num_pages=8, page_tokens=16, tp=tp, dtype=dtype)
+    return LlamaSpec(model, geometry, quantization=quantization)
 
 
 class FakeCheckpoint:
