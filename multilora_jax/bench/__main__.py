@@ -1,8 +1,12 @@
-"""Benchmarks of the engine, in one process and without HTTP.
+"""Benchmarks: of the engine in one process, of a server over HTTP, and beside other engines.
 
 python -m multilora_jax.bench throughput --config FILE --mix base,distinct       speed by mix of adapters
 python -m multilora_jax.bench adapters --config FILE --counts 1,10,100,1000      speed by number of adapters
 python -m multilora_jax.bench adapters --config FILE --cold                      latency of adapters read from disk
+python -m multilora_jax.bench latency --config FILE --batch-size 8               times of one batch, step by step
+python -m multilora_jax.bench serve --base-url URL --request-rate 4              times and goodput of a server
+python -m multilora_jax.bench peers --config FILE                                beside transformers and PEFT
+python -m multilora_jax.bench plot REPORT.json OUT.png                           a picture of what --json wrote
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 import logging
 
 from multilora_jax import flags
-from multilora_jax.bench import adapters, throughput
+from multilora_jax.bench import adapters, latency, peers, plot, serve, throughput
 
-COMMANDS = {"throughput": throughput, "adapters": adapters}
+COMMANDS = {
+    "throughput": throughput, "adapters": adapters, "latency": latency, "serve": serve, "peers": peers, "plot": plot,
+}  # fmt: skip
 
 if __name__ == "__main__":
     # jax reports every accelerator that it does not find at the level of information.

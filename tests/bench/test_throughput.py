@@ -156,7 +156,7 @@ def test_a_run_has_buffers_of_its_own_size():
     engine = LLMEngine(fit_config(tiny(), work, 2), progress=False)
     engine.warm_up()
     prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
-    with throughput._adapters(engine, work) as adapters:
+    with throughput.random_adapters(engine, work) as adapters:
         one, two = (engine.lora_request(adapter.name) for adapter in adapters)
         run = run_once(engine, prompts, [one, two, one, two], 3, ids)
         assert run.new_tokens == 12
