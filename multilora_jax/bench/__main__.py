@@ -23,4 +23,6 @@ COMMANDS = {
 if __name__ == "__main__":
     # jax reports every accelerator that it does not find at the level of information.
     logging.getLogger("jax").setLevel(logging.WARNING)
+    # And httpx every request.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     flags.run_command(COMMANDS, __doc__ or "")

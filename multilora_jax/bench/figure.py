@@ -92,7 +92,12 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
     axes.set_xticks(range(len(names)), names, rotation=25 if max(map(len, names)) > 9 else 0)
     axes.margins(y=0.14)
     if len(series) > 1:
-        axes.legend(fontsize=8)
+        _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """Above the axes, where nothing is drawn."""
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
 
 
 def _ratio_bars(key: str, floor_key: str, by_round: str, label: str) -> Callable[[Any, Report], None]:
@@ -100,15 +105,27 @@ def _ratio_bars(key: str, floor_key: str, by_round: str, label: str) -> Callable
 
     def draw(axes: Any, report: Report) -> None:
         rows = report["rows"]
-        _bars(axes, [row["mix"] for row in rows], {"measured": [row[key] for row in rows]})
+        names, values = [row["mix"] for row in rows], [row[key] for row in rows]
+        bars = axes.bar(names, [value or 0 for value in values], 0.75, label="measured, median")
+        # In the middle: dots and floors are where the bars end.
+        marks = ["" if value is None else f"{value:.2f}" for value in values]
+        axes.bar_label(bars, marks, label_type="center", fontsize=8, color="white")
         for place, row in enumerate(rows):
             if row[floor_key] is not None:
                 words = _FLOOR_WORDS if place == 0 else None
                 axes.hlines(row[floor_key], place - 0.44, place + 0.44, label=words, **_FLOOR)
             dots = row[by_round] or []
-            axes.plot([place] * len(dots), dots, "o", color="black", markersize=3, alpha=0.5)
+            axes.plot(
+                [place] * len(dots),
+                dots,
+                "o",
+                color="black",
+                markersize=3,
+                alpha=0.5,
+                label="single rounds" if place == 0 else None,
+            )
         axes.set(xlabel="mix of adapters", ylabel=label)
-        axes.legend(fontsize=8, loc="lower right")
+        _legend(axes)
 
     return draw
 
@@ -141,7 +158,7 @@ def _lines(
         axes.set_ylim(bottom=0)
         axes.set(xlabel="registered adapters", ylabel=label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        _legend(axes)
 
     return draw
 
@@ -182,12 +199,12 @@ def _phases(axes: Any, report: Report) -> None:
     rows = report["phases"]
     names = [f"{row['mix']}\n{row['step']}" for row in rows]
     bottom = [0.0] * len(rows)
-    for key in ("plan_ms", "launch_ms", "device_ms", "output_ms"):
+    for key in ("plan_ms", "inputs_ms", "device_ms", "output_ms"):
         axes.bar(names, [row[key] for row in rows], 0.6, bottom=bottom, label=key.removesuffix("_ms"))
         bottom = [low + row[key] for low, row in zip(bottom, rows, strict=True)]
     axes.margins(y=0.1)
     axes.set(xlabel="mix and kind of step", ylabel="median time of a step, ms")
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _distribution(keys: Mapping[str, str], label: str) -> Callable[[Any, Report], None]:
@@ -206,7 +223,7 @@ def _distribution(keys: Mapping[str, str], label: str) -> Callable[[Any, Report]
         axes.set_ylim(0, 1.02)
         axes.set(xlabel=label, ylabel="share of requests")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        _legend(axes)
 
     return draw
 
@@ -238,7 +255,7 @@ def _peers(key: str, label: str, spec: str, *, inverse: bool = False) -> Callabl
         _bars(axes, [str(count) for count in counts], series, spec)
         if inverse:
             axes.axhline(1, label="equal", **_FLOOR)
-            axes.legend(fontsize=8)
+            _legend(axes)
         axes.set(xlabel="distinct adapters of the requests", ylabel=label)
 
     return draw

@@ -82,7 +82,7 @@ class Models:
         else:
             for number in dict.fromkeys(adapters):
                 rows = [row for row, its in enumerate(adapters) if its == number]
-                model = plain if number is None else tuned
+                model: Any = plain if number is None else tuned
                 if number is not None:
                     model.set_adapter(_name(number))
                 answers = self._generate(model, [prompts[row] for row in rows], message["max_tokens"])

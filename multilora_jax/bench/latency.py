@@ -36,7 +36,7 @@ EXAMPLE = "python -m multilora_jax.bench latency --config configs/smollm2.yaml -
 ABOUT = """Times of one batch at a time, for one or more mixes of adapters in turn: to the first token (TTFT), between
 tokens (ITL), per token after the first (TPOT), to the end (E2E), as mean, median, 95th and 99th percentile over all
 requests of all timed iterations. Then, in iterations of their own that wait for the device after every launch, the
-median time of each phase of a step: plan (schedule, transfers of adapters), launch (inputs, start), device, output.
+median time of each phase of a step: plan (schedule, adapters), inputs (built and sent), device (the programs), output.
 
 max_num_seqs is --batch-size here, unless --max_num_seqs gives another, and max_rank_rows what that many sequences with
 adapters of their own need, unless --max_rank_rows is given. Prints tables, writes JSON where --json says."""

@@ -109,20 +109,21 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     models = names or [f.model or next(iter(listed), "")]
     if not models[0]:
         raise UserError(f"{base_url} lists no models: give --model", reason="missing_key", param="model")
+    num, warmups = len(items) - f.num_warmups, f.num_warmups
     chosen = assign_models(models, len(items), how, f.lora_zipf_alpha, f.seed)
     chosen = [item.model or model for item, model in zip(items, chosen, strict=True)]
     bodies = [
         body_of(item, model, chat=target.is_chat, ignore_eos=f.ignore_eos)
         for item, model in zip(items, chosen, strict=True)
     ]
-    due = arrival_times(len(items), f.request_rate, f.burstiness, f.seed)
-    if warmups := min(f.num_warmups, len(items)):
-        asyncio.run(run_load(target, bodies[:warmups], chosen[:warmups], [0.0] * warmups))
-    answers = asyncio.run(run_load(target, bodies, chosen, due, f.max_concurrency))
+    due = arrival_times(num, f.request_rate, f.burstiness, f.seed)
+    if warmups:
+        asyncio.run(run_load(target, bodies[num:], chosen[num:], [0.0] * warmups))
+    answers = asyncio.run(run_load(target, bodies[:num], chosen[:num], due, f.max_concurrency))
     settings = {
         "base_url": base_url, "endpoint": f.endpoint, "model": None if names else models[0], "adapters": names,
         "assignment": how, "lora_zipf_alpha": f.lora_zipf_alpha, "dataset_path": f.dataset_path,
-        "tokenizer": f.tokenizer, "num_prompts": len(items), "random_input_len": f.random_input_len,
+        "tokenizer": f.tokenizer, "num_prompts": num, "random_input_len": f.random_input_len,
         "random_output_len": f.random_output_len, "ignore_eos": f.ignore_eos, "burstiness": f.burstiness,
         "request_rate": None if math.isinf(f.request_rate) else f.request_rate,
         "max_concurrency": f.max_concurrency, "goodput": limits, "seed": f.seed,
@@ -168,11 +169,13 @@ def _choice_of_adapters(f: absl_flags.FlagValues) -> tuple[list[str], str]:
 
 
 def _items(f: absl_flags.FlagValues, target: Target) -> list[Item]:
+    """Those of the run, then those of the warm-up, which are others as far as there are any."""
     if f.dataset_path is not None:
-        return read_items(f.dataset_path, f.num_prompts, f.random_output_len)
+        items = read_items(f.dataset_path, f.num_prompts, f.random_output_len)
+        return items + [items[i % len(items)] for i in range(f.num_warmups)]
     if f.dataset_name == "custom":
         raise ConfigError("dataset_name custom needs --dataset-path", reason="missing_key", param="dataset_path")
     tokenizer = None if f.tokenizer is None else open_tokenizer(f.tokenizer)
-    num = f.num_prompts or DEFAULT_NUM_PROMPTS
+    num = (f.num_prompts or DEFAULT_NUM_PROMPTS) + f.num_warmups
     lengths = (f.random_input_len, f.random_output_len)
     return random_items(num, *lengths, f.seed, tokenizer, as_text=target.is_chat)
