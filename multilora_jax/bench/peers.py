@@ -305,10 +305,11 @@ def _rounds(
                 time.sleep(PAUSE_S if number else 0)
                 length = work.output_len if number else min(2, work.output_len)
                 seconds = engine.run(prompts, count, work.adapters(count), length)
+                speed = len(prompts) * length / seconds
                 if number:
-                    speeds[engine, count].append(len(prompts) * length / seconds)
-                    name = f"round {number} of {work.rounds}: {engine.name} {engine.dtype}"
-                    logging.info("%s, %d adapters: %.1f tokens/s", name, count, speeds[engine, count][-1])
+                    speeds[engine, count].append(speed)
+                name = f"round {number} of {work.rounds}" if number else "warm run"
+                logging.info("%s: %s %s, %d adapters: %.1f tokens/s", name, engine.name, engine.dtype, count, speed)
     return speeds
 
 
