@@ -20,6 +20,9 @@ from tests.tiny_engine import narrowed, tiny_engine
 
 @pytest.fixture
 def narrow(monkeypatch) -> None:
+    """Engines that compile what they use and no more."""
+    monkeypatch.setattr(LLMEngine, "warm_up", lambda self: None)
+    monkeypatch.setattr(latency, "check_compilations", lambda engine: None)
     monkeypatch.setattr(latency, "LLMEngine", lambda config: narrowed(LLMEngine(config, progress=False)))
 
 
