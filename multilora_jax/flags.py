@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import UnionType
@@ -59,13 +59,14 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
             flags.DEFINE_string(f.name, default, doc, flag_values=flag_values)
 
 
-def normalise_argv(argv: Sequence[str]) -> list[str]:
+def normalise_argv(argv: Sequence[str], lists: Collection[str] = ()) -> list[str]:
     """`argv` (the program first) in the one form that absl parses.
 
     Dashes in flag names become underscores, `--no-x` becomes `--nox`, `--x false` becomes `--x=false` for a
-    boolean key, and the words after a list key become repeats of its flag. All after `--` stays as it is.
+    boolean key, and the words after a list key, or after one of `lists`, become repeats of its flag. All after `--`
+    stays as it is.
     """
-    kinds = _kinds()
+    kinds = _kinds() | dict.fromkeys(lists, list)
     out = list(argv[:1])
     rest = list(argv[1:])
     while rest:
@@ -119,6 +120,7 @@ def run(
     arguments: str = "",
     about: str = "",
     example: str = "",
+    lists: Collection[str] = (),
 ) -> None:
     """Parses the flags, calls `main(words)` with the words that are no flags, and exits.
 
@@ -130,8 +132,9 @@ def run(
         arguments: what further words stand for ("PATH..."), for --help; with none, no further word may be given.
         about: what the program does, in a sentence, for --help.
         example: a command line to copy, for --help.
+        lists: flags of the program's own that take several words, as list keys do.
     """
-    argv = normalise_argv(sys.argv if argv is None else argv)
+    argv = normalise_argv(sys.argv if argv is None else argv, lists)
     words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
     if any(word in _HELP for word in words):
         print(help_text(flags.FLAGS.get_key_flags_for_module(sys.argv[0]), commands, about, example, arguments))
@@ -157,7 +160,7 @@ def run_command(commands: Mapping[str, Any], about: str) -> None:
 
     Args:
         commands: name to a module with `ABOUT`, `EXAMPLE` and `ARGUMENTS` (see `run`), `define_flags()` and
-            `main(words)`, whose words are those after the command.
+            `main(words)`, whose words are those after the command; and, where it has flags of several words, `LISTS`.
         about: what they are about, for --help without a command.
     """
     first = [*itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])][:1]
@@ -174,6 +177,7 @@ def run_command(commands: Mapping[str, Any], about: str) -> None:
             run(
                 lambda words: command.main(words[1:]),
                 commands=(name,), arguments=command.ARGUMENTS, about=command.ABOUT, example=command.EXAMPLE,
+                lists=getattr(command, "LISTS", ()),
             )  # fmt: skip
 
 

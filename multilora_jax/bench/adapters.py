@@ -25,7 +25,7 @@ from multilora_jax.bench import cold
 from multilora_jax.bench.adapter_set import Size, adapter_set, pages_of, register, size_of
 from multilora_jax.bench.floors import adapter_bytes, byte_floor_ratio, expected_distinct, weight_bytes
 from multilora_jax.bench.pool_use import PoolUse
-from multilora_jax.bench.report import check_writable, make_report, table, write_json
+from multilora_jax.bench.report import check_outputs, make_report, table, write_outputs
 from multilora_jax.bench.runs import (
     Run,
     check_compilations,
@@ -33,11 +33,12 @@ from multilora_jax.bench.runs import (
     define_run_flags,
     random_prompts,
     rank_rows_of,
+    refuse_pool_flags,
     run_once,
     settings_of,
     with_room,
 )
-from multilora_jax.config import POOL_SIZE_KEYS, EngineConfig
+from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
@@ -117,17 +118,11 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     """Runs the command from parsed flags; it takes no words."""
     del words
     f = flag_values
-    if f.json is not None:
-        check_writable(f.json)
+    check_outputs(f)
     ranks, modules = read_integers("ranks", f.ranks), TARGETS[f.targets]
     counts = sorted(set(read_integers("counts", f.counts)))
     config = flags.config_from_flags(f)
-    given = next((key for key in (*POOL_SIZE_KEYS, "max_adapter_pages") if f[key].present), None)
-    if given is not None:
-        raise ConfigError(
-            f"{given} is set by this command, to what --resident adapters need: give --resident instead",
-            reason="conflicting_keys", param=given,
-        )  # fmt: skip
+    refuse_pool_flags(f, "what --resident adapters need: give --resident instead")
     if not config.enable_lora:
         raise ConfigError("enable_lora is false: there is nothing to measure", reason="conflicting_keys")
     check_length(config, f.input_len, f.output_len)
@@ -147,8 +142,7 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
             fitted = fit_config(config, model, work, sizes, keep_rank_rows=keep_rank_rows)
             report, lines = measure(fitted, work, paths)
     print("\n".join(lines))
-    if f.json is not None:
-        write_json(f.json, report)
+    write_outputs(f, report)
     return 0
 
 

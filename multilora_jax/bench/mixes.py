@@ -8,7 +8,7 @@ equal popularity, `skewed` adapters whose popularity falls by a factor of 1.5 fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,17 +22,17 @@ SKEW = 1.5
 """Ratio between the popularity of one adapter of `skewed` and the next; exponent of `zipf`."""
 
 
-def check_mixes(names: Iterable[str]) -> list[str]:
+def check_mixes(names: Iterable[str], known: Sequence[str] = MIXES) -> list[str]:
     """The names, each once, in their order.
 
     Raises:
-        UserError: a name that is none of MIXES (`unknown_mix`), or no name at all.
+        UserError: a name that is none of `known` (`unknown_mix`), or no name at all.
     """
     found = list(dict.fromkeys(name.strip() for name in names))
     for name in found or [""]:
-        if name not in MIXES:
+        if name not in known:
             raise UserError(
-                f"unknown mix {name!r}: name one or more of {', '.join(MIXES)}, separated by commas",
+                f"unknown mix {name!r}: name one or more of {', '.join(known)}, separated by commas",
                 reason="unknown_mix", param="mix",
             )  # fmt: skip
     return found

@@ -10,8 +10,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from absl import flags as absl_flags
+
 from multilora_jax import __version__
+from multilora_jax.bench.figure import check_figure, draw
 from multilora_jax.errors import ConfigError
+
+# The flags count as those of the program that asks for them, so that its --help lists them.
+absl_flags.disclaim_key_flags()
 
 Row = Mapping[str, Any]
 
@@ -21,17 +27,43 @@ def make_report(command: str, config: Mapping[str, Any], rows: Sequence[Row]) ->
     return {"command": command, "config": dict(config), "versions": versions(), "rows": [dict(row) for row in rows]}
 
 
+def define_output_flags(flag_values: absl_flags.FlagValues) -> None:
+    """Defines --json and --plot."""
+    absl_flags.DEFINE_string("json", None, "File to write the figures to.", flag_values=flag_values)
+    absl_flags.DEFINE_string(
+        "plot", None, "File to draw the figures in: .png, .svg, .pdf or .html; needs matplotlib (the extra bench).",
+        flag_values=flag_values,
+    )  # fmt: skip
+
+
+def check_outputs(flag_values: absl_flags.FlagValues) -> None:
+    """Raises ConfigError where what --json and --plot name cannot be written: before a long run, not after."""
+    if flag_values.json is not None:
+        check_writable(flag_values.json)
+    if flag_values.plot is not None:
+        check_writable(flag_values.plot, "plot")
+        check_figure(flag_values.plot)
+
+
+def write_outputs(flag_values: absl_flags.FlagValues, report: Mapping[str, Any]) -> None:
+    """Writes a report where --json and --plot say."""
+    if flag_values.json is not None:
+        write_json(flag_values.json, report)
+    if flag_values.plot is not None:
+        draw(report, flag_values.plot)
+
+
 def write_json(path: str, report: Mapping[str, Any]) -> None:
     """Writes a report; NaN and infinities are refused with ValueError, as JSON has none."""
     Path(path).write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def check_writable(path: str) -> None:
+def check_writable(path: str, param: str = "json") -> None:
     """Raises ConfigError where a file of this name cannot be written: to be told before a long run, not after."""
     folder = Path(path).parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
-            f"json: cannot write {path!r}: give a file name in an existing folder", reason="bad_value", param="json"
+            f"{param}: cannot write {path!r}: give a file name in an existing folder", reason="bad_value", param=param
         )
 
 

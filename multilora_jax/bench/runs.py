@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from absl import flags as absl_flags
 
-from multilora_jax.config import EngineConfig
+from multilora_jax.bench.report import define_output_flags
+from multilora_jax.config import POOL_SIZE_KEYS, EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.engine.rank_rows import ROW_BLOCK
 from multilora_jax.errors import ConfigError
@@ -52,7 +53,7 @@ def define_run_flags(
     flag_values: absl_flags.FlagValues, *, num_prompts: int, input_len: int, output_len: int, rounds: int
 ) -> None:
     """Defines the flags that every command has, with a command's own defaults."""
-    absl_flags.DEFINE_string("json", None, "File to write the figures to.", flag_values=flag_values)
+    define_output_flags(flag_values)
     for name, default, doc in (
         ("num_prompts", num_prompts, "Requests of one run."),
         ("input_len", input_len, "Tokens of each prompt."),
@@ -60,6 +61,18 @@ def define_run_flags(
         ("rounds", rounds, "Timed runs of each case, which take turns; the figures are medians over them."),
     ):
         absl_flags.DEFINE_integer(name, default, doc, lower_bound=1, flag_values=flag_values)
+
+
+def refuse_pool_flags(flag_values: absl_flags.FlagValues, instead: str) -> None:
+    """Raises ConfigError where a flag gives the pool's size to a command that sets it.
+
+    Args:
+        flag_values: parsed flags.
+        instead: what it is set to.
+    """
+    given = next((key for key in (*POOL_SIZE_KEYS, "max_adapter_pages") if flag_values[key].present), None)
+    if given is not None:
+        raise ConfigError(f"{given} is set by this command, to {instead}", reason="conflicting_keys", param=given)
 
 
 def check_length(config: EngineConfig, input_len: int, output_len: int) -> None:
@@ -180,6 +193,32 @@ def run_once(
         after.adapter_misses - before.adapter_misses,
         list(first_token_s.values()),
     )
+
+
+def run_loop(
+    engine: LLMEngine,
+    prompts: Sequence[list[int]],
+    loras: Sequence[LoRARequest | None],
+    output_len: int,
+    ids: Iterator[str],
+) -> Run:
+    """`run_once` adapter by adapter: the requests of each are a batch of their own, one after another.
+
+    That is what a server does that cannot mix adapters in a batch. All requests arrive at the start, so that the time
+    to a first token holds the batches before its own.
+    """
+    groups: dict[str | None, list[int]] = {}
+    for number, lora in enumerate(loras):
+        groups.setdefault(None if lora is None else _name(lora), []).append(number)
+    whole = Run(0.0, 0, 0, 0, [])
+    first_token_s: dict[int, float] = {}
+    for numbers in groups.values():
+        run = run_once(engine, [prompts[i] for i in numbers], [loras[i] for i in numbers], output_len, ids)
+        first_token_s |= {i: whole.seconds + s for i, s in zip(numbers, run.first_token_s, strict=True)}
+        for key in ("seconds", "new_tokens", "loads", "preemptions", "step_adapters", "hits", "misses"):
+            setattr(whole, key, getattr(whole, key) + getattr(run, key))
+    whole.first_token_s = [first_token_s[i] for i in range(len(prompts))]
+    return whole
 
 
 def _name(lora: Any) -> str:

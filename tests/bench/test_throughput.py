@@ -13,11 +13,12 @@ from absl import flags as absl_flags
 
 from multilora_jax import flags
 from multilora_jax.bench import throughput
-from multilora_jax.bench.runs import Run, run_once
+from multilora_jax.bench.runs import Run, run_loop, run_once
 from multilora_jax.bench.throughput import Workload, fit_config, measure
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError, UserError
+from tests.tiny_engine import narrowed
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -156,7 +157,7 @@ def test_a_run_has_buffers_of_its_own_size():
     engine = LLMEngine(fit_config(tiny(), work, 2), progress=False)
     engine.warm_up()
     prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
-    with throughput._adapters(engine, work) as adapters:
+    with throughput.random_adapters(engine, work) as adapters:
         one, two = (engine.lora_request(adapter.name) for adapter in adapters)
         run = run_once(engine, prompts, [one, two, one, two], 3, ids)
         assert run.new_tokens == 12
@@ -173,15 +174,45 @@ def test_a_run_has_buffers_of_its_own_size():
 
 def test_ratios_are_taken_round_by_round():
     # The machine was half as fast in the second round: each ratio is to the base of its own round.
-    base = [Run(1.0, 100, 0, 0, [frozenset()]), Run(2.0, 100, 0, 0, [frozenset()]), Run(1.0, 100, 0, 0, [frozenset()])]
-    mine = [Run(2.0, 100, 0, 0, [frozenset("a")]), Run(4.0, 100, 0, 0, [frozenset("ab")]),
-            Run(1.0, 100, 0, 0, [frozenset("ab")])]  # fmt: skip
-    row = throughput._row("distinct", mine, [run.tokens_per_second for run in base], {"a": 30, "b": 70}, 100)
+    none, both = frozenset(), frozenset("ab")
+    base = [Run(1.0, 100, 0, 0, [none]), Run(2.0, 100, 0, 0, [none]), Run(1.0, 100, 0, 0, [none])]
+    mine = [Run(2.0, 100, 0, 0, [frozenset("a")]), Run(4.0, 100, 0, 0, [both]),
+            Run(1.0, 100, 0, 0, [both])]  # fmt: skip
+    runs, sizes = {"base": base, "distinct": mine}, {"a": 30, "b": 70}
+    row = throughput._row("distinct", runs, sizes, 100)
     assert row["ratio_to_base_by_round"] == [0.5, 0.5, 1.0]
     assert row["ratio_to_base"] == 0.5
     assert row["tokens_per_second"] == 50
     assert row["byte_floor_ratio"] == 0.5  # the typical step reads both adapters
     assert row["num_adapters"] == 2
+    assert row["ratio_to_loop"] is row["loop_floor_ratio"] is None
+
+    # The loop takes a step for each adapter where the mix takes one for both.
+    loop = [Run(4.0, 100, 0, 0, [frozenset("a"), frozenset("b")])] * 3
+    row = throughput._row("distinct", {"distinct": [mine[2]] * 3, "loop": loop}, sizes, 100)
+    assert row["ratio_to_loop_by_round"] == [4, 4, 4]
+    assert row["loop_floor_ratio"] == (130 + 170) / 200
+    row = throughput._row("loop", {**runs, "loop": loop}, sizes, 100)
+    assert (row["ratio_to_loop"], row["loop_floor_ratio"]) == (1, 1)
+    assert row["byte_floor_ratio"] == 100 / (130 + 170)
+    assert throughput._row("loop", {"loop": loop}, sizes, 100)["byte_floor_ratio"] is None
+
+
+def test_a_loop_answers_adapter_by_adapter():
+    work = small("loop", rank=4, targets="qv")
+    engine = narrowed(LLMEngine(fit_config(tiny(), work, 2), progress=False))
+    prompts, ids = [[1, 2, 3]] * 4, (str(n) for n in range(100))
+    with throughput.random_adapters(engine, work) as adapters:
+        one, two = (engine.lora_request(adapter.name) for adapter in adapters)
+        assert [adapter.layout.ranks_LM[0].tolist() for adapter in adapters] == [[4, 0, 4, 0, 0, 0, 0]] * 2
+        run = run_loop(engine, prompts, [one, two, one, two], 3, ids)
+    assert run.new_tokens == 12
+    assert {len(step) for step in run.step_adapters} == {1}
+    names = [next(iter(step)) for step in run.step_adapters]
+    assert names == sorted(names)  # one adapter's steps, then the other's
+    assert len(run.first_token_s) == 4
+    assert min(run.first_token_s[1], run.first_token_s[3]) > max(run.first_token_s[0], run.first_token_s[2])
+    assert sum(run.first_token_s) < 4 * run.seconds
 
 
 def test_compiling_during_a_run_fails_loudly(monkeypatch):
