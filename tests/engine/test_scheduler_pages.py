@@ -278,3 +278,16 @@ def test_check_integrity_finds_damage(damage):
     damage(bench, seq)
     with pytest.raises(PoolIntegrityError):
         bench.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_continuations_start_when_their_leader_has_computed_the_prompt(caching: bool):
+    bench = Bench(max_num_batched_tokens=64, caching=caching)
+    names = [seq.request_id for seq in bench.add_all("r", [1] * 9, output=4, n=3)]
+    bench.add("other", prompt=5)
+    assert ran(bench.step()) == [names[0], "other"]
+    assert bench.scheduler.num_waiting == 2
+    step = bench.step()
+    assert ids(step.decodes) == [names[0], "other", *names[1:]]  # one token each: two pages are shared
+    assert bench.allocator.count(PageKind.KV) == 2 + 3 + 2
+    bench.drain()
