@@ -96,8 +96,10 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
 
 
 def _legend(axes: Any) -> None:
-    """Above the axes, where nothing is drawn."""
-    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+    """Above the axes, where nothing is drawn, in as many columns as are not wider than they."""
+    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
+    columns = max(1, min(4, 70 // (longest + 8)))
+    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False)
 
 
 def _ratio_bars(key: str, floor_key: str, by_round: str, label: str) -> Callable[[Any, Report], None]:
