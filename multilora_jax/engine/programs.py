@@ -78,9 +78,10 @@ def finish(
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
     logits_SV = mask_vocabulary(logits_SV, sampling.vocab_S)
-    token_S = sample(logits_SV if edits is None else edit_logits(logits_SV, edits), sampling)
+    columns = spec.features_first and edits is None
+    token_S = sample(logits_SV if edits is None else edit_logits(logits_SV, edits), sampling, columns=columns)
     wanted = jnp.any(sampling.num_logprobs_S >= 0)
-    return StepOutput(token_S, *token_logprobs(logits_SV, token_S, wanted), hidden)
+    return StepOutput(token_S, *token_logprobs(logits_SV, token_S, wanted, columns=columns), hidden)
 
 
 def block_logprobs(

@@ -9,12 +9,15 @@ batch. Work that no row of a step asked for is skipped by `lax.cond`; no option 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from multilora_jax.models.batch import SamplingBatch
+
+_BLOCK = 64  # of logits that are compared together
 
 NUM_TOP = 20
 """Alternatives that a step returns for rows that ask for log-probabilities."""
@@ -38,15 +41,34 @@ def mask_vocabulary(logits_SV: jax.Array, vocab_S: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(logits_SV.shape[1]) < vocab_S[:, None], logits_SV, -jnp.inf)
 
 
-def sample(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
+def sample(logits_SV: jax.Array, sampling: SamplingBatch, *, columns: bool = False) -> jax.Array:
     """int32[S]: the most likely token where temperature is 0, else a draw after temperature, min-p, top-k and top-p.
 
     Args:
         logits_SV: float32[S, V].
+        columns: they were computed as [V, S], so that a step of greedy rows had better not transpose them.
     """
-    greedy_S = jnp.argmax(logits_SV, -1).astype(jnp.int32)
-    drawn_S = jax.lax.cond(jnp.any(sampling.temperature_S > 0), _draw, lambda *_: greedy_S, logits_SV, sampling)
+    operand = logits_SV.T if columns else logits_SV
+    greedy_S = most_likely_of_columns(operand) if columns else jnp.argmax(logits_SV, -1).astype(jnp.int32)
+
+    def draw(operand: jax.Array) -> jax.Array:
+        return _draw(operand.T if columns else operand, sampling)
+
+    drawn_S = jax.lax.cond(jnp.any(sampling.temperature_S > 0), draw, lambda _: greedy_S, operand)
     return jnp.where(sampling.temperature_S > 0, drawn_S, greedy_S)
+
+
+def most_likely_of_columns(logits_VS: jax.Array) -> jax.Array:
+    """int32[S]: index of each column's largest value, the first of equal ones; any where one is NaN.
+
+    The maximum of each block first, then the block: XLA:CPU does vectors for a maximum over rows, but takes an arg-max
+    value by value (with the transposition it saves, 17 ms for 8 columns of 49,152 become 0.3).
+    """
+    V, S = logits_VS.shape
+    size = math.gcd(V, _BLOCK)
+    block_S = jnp.argmax(logits_VS.reshape(V // size, size, S).max(1), 0)
+    inside_SB = logits_VS.reshape(V // size, size, S)[block_S, :, jnp.arange(S)]
+    return (block_S * size + jnp.argmax(inside_SB, 1)).astype(jnp.int32)
 
 
 def _draw(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
@@ -99,7 +121,7 @@ def _largest(order_SV: jax.Array, enough) -> jax.Array:
 
 
 def token_logprobs(
-    logits_SV: jax.Array, token_S: jax.Array, wanted: jax.Array
+    logits_SV: jax.Array, token_S: jax.Array, wanted: jax.Array, *, columns: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of given tokens and of the most likely ones.
 
@@ -107,6 +129,7 @@ def token_logprobs(
         logits_SV: float32[S, V], before temperature.
         token_S: int32[S].
         wanted: bool scalar; False skips the work and returns zeros.
+        columns: see sample.
 
     Returns:
         (logprob_S, rank_S, top_ids_SK, top_logprobs_SK) as in StepOutput.
@@ -114,15 +137,15 @@ def token_logprobs(
     S, V = logits_SV.shape
     k = min(NUM_TOP, V)
 
-    def compute() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        logprob_SV = jax.nn.log_softmax(logits_SV, -1)
+    def compute(operand: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        logprob_SV = jax.nn.log_softmax(operand.T if columns else operand, -1)
         own_S = jnp.take_along_axis(logprob_SV, token_S[:, None], 1, mode="clip")[:, 0]
         rank_S = jnp.sum(logprob_SV > own_S[:, None], -1, dtype=jnp.int32) + 1
         top_SK, ids_SK = jax.lax.top_k(logprob_SV, k)
         pad = ((0, 0), (0, NUM_TOP - k))
         return own_S, rank_S, jnp.pad(ids_SK, pad), jnp.pad(top_SK, pad, constant_values=-jnp.inf)
 
-    def skip() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def skip(_: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         return (
             jnp.zeros(S, jnp.float32),
             jnp.zeros(S, jnp.int32),
@@ -130,4 +153,4 @@ def token_logprobs(
             jnp.zeros((S, NUM_TOP), jnp.float32),
         )
 
-    return jax.lax.cond(wanted, compute, skip)
+    return jax.lax.cond(wanted, compute, skip, logits_SV.T if columns else logits_SV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from multilora_jax.models.batch import SamplingBatch
-from multilora_jax.models.sampler import NUM_TOP, _truncate, mask_vocabulary, sample, token_logprobs
+from multilora_jax.models.sampler import (
+    NUM_TOP,
+    _truncate,
+    mask_vocabulary,
+    most_likely_of_columns,
+    sample,
+    token_logprobs,
+)
 
 sample_jit, truncate_jit, logprobs_jit = jax.jit(sample), jax.jit(_truncate), jax.jit(token_logprobs)
 mask_jit = jax.jit(mask_vocabulary)
@@ -37,6 +45,26 @@ def sampling(rows: int, *, seeds: Any = 0, positions: Any = 0, **options: Any) -
         num_logprobs_S=spread(-1, np.int32),
         vocab_S=spread(2**31 - 1, np.int32),
     )
+
+
+@pytest.mark.parametrize("vocab", [1, 64, 97, 640, 1000])
+def test_most_likely_of_columns_is_the_first_of_the_largest(vocab):
+    logits_VS = np.random.default_rng(vocab).integers(-3, 3, (vocab, 9)).astype(np.float32)  # many ties
+    logits_VS[:, 1], logits_VS[:, 2], logits_VS[-1, 3], logits_VS[vocab // 2, 4] = -np.inf, 0, 9, np.nan
+    token_S = np.asarray(jax.jit(most_likely_of_columns)(logits_VS))
+    assert 0 <= token_S[4] < vocab
+    np.testing.assert_array_equal(np.delete(token_S, 4), np.delete(logits_VS.argmax(0), 4))
+
+
+def test_columns_change_nothing_but_the_layout():
+    logits_SV = jax.random.normal(jax.random.key(4), (6, 640)) * 3
+    options = sampling(6, seeds=np.arange(6), temperature=[0, 1, 0, 0.7, 2, 0], top_k=[0, 0, 5, 5, 0, 0])
+    token_S = sample_jit(logits_SV, options)
+    np.testing.assert_array_equal(jax.jit(functools.partial(sample, columns=True))(logits_SV, options), token_S)
+    for wanted in (True, False):
+        rows = logprobs_jit(logits_SV, token_S, jnp.bool_(wanted))
+        columns = jax.jit(functools.partial(token_logprobs, columns=True))(logits_SV, token_S, jnp.bool_(wanted))
+        jax.tree.map(np.testing.assert_array_equal, columns, rows)
 
 
 def softmax(x):
