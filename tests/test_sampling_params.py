@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from multilora_jax.errors import UserError
@@ -47,9 +49,11 @@ def test_bad_values_are_named(fields, param):
 
 
 def test_what_is_accepted():
+    bias: Any = {"7": 1, 8: -300}
+    ids: Any = (1, 2)
     params = SamplingParams(
-        presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.1, min_tokens=16, logit_bias={"7": 1, 8: -300},
-        allowed_token_ids=(1, 2), bad_words=["no"], stop_token_ids=[5],
+        presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.1, min_tokens=16, logit_bias=bias,
+        allowed_token_ids=ids, bad_words=["no"], stop_token_ids=[5],
     )  # fmt: skip
     assert params.logit_bias == {7: 1.0, 8: -100.0}
     assert params.allowed_token_ids == [1, 2]
@@ -64,9 +68,10 @@ def test_only_what_changes_logits_asks_for_edits():
     assert not SamplingParams().edits_logits
     assert not SamplingParams(temperature=0, top_k=3, min_p=0.1, stop_token_ids=[1], logprobs=2).edits_logits
     assert not SamplingParams(logit_bias={}, bad_words=[], repetition_penalty=1, min_tokens=0).edits_logits
-    for fields in (
+    every: list[dict[str, Any]] = [
         {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}, {"min_tokens": 1},
         {"logit_bias": {1: 1}}, {"bad_words": ["a"]}, {"allowed_token_ids": [0]},
         {"structured_outputs": {"regex": "a"}},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for fields in every:
         assert SamplingParams(**fields).edits_logits

@@ -105,11 +105,15 @@ class Workload:
 
 @dataclass
 class _Run:
-    """Seconds and number of the steps of decoding alone; the answers in order, and seconds between their tokens."""
+    """The answers by number, and the seconds of each step of decoding alone."""
 
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    seconds: float = 0.0
-    steps: int = 0
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def typical_step_s(self) -> float:
+        """The median, which other work on the machine moves least."""
+        return statistics.median(self.step_s)
 
     def token_gap_s(self, numbers: range) -> float:
         """Mean time between two tokens of these answers."""
@@ -188,7 +192,7 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
             if number:
                 runs[case].append(run)
             step = f"round {number} of {work.rounds}" if number else "warm run"
-            logging.info("%s: %s %.2f ms per step", step, case, 1e3 * run.seconds / max(run.steps, 1))
+            logging.info("%s: %s %.2f ms per step", step, case, 1e3 * run.typical_step_s)
     check_compilations(engine)
     rows = [_row(case, runs, parsed, names, lengths) for case in CASES]
     return make_report("structured", settings_of(engine, dataclasses.asdict(work)), rows)
@@ -198,9 +202,9 @@ def _is_structured(case: str, number: int) -> bool:
     return case == "structured" or (case == "half" and number % 2 == 0)
 
 
-def _params(work: Workload, number: int, schema: str | None, length: int = MAX_TOKENS) -> SamplingParams:
+def _params(work: Workload, number: int, schema: str | None, length: int | None = None) -> SamplingParams:
     """Of one answer; without a schema it has exactly `length` tokens, as the one with a schema had."""
-    options: dict[str, Any] = {"temperature": work.temperature, "seed": number, "max_tokens": length}
+    options: dict[str, Any] = {"temperature": work.temperature, "seed": number, "max_tokens": length or MAX_TOKENS}
     if schema is None:
         return SamplingParams(ignore_eos=True, **options)
     return SamplingParams(structured_outputs={"json": SCHEMAS[schema][1]}, **options)
@@ -218,8 +222,7 @@ def _run(engine: LLMEngine, names: list[str], params: list[SamplingParams], ids:
         outputs = engine.step()
         seconds = time.perf_counter() - start
         if outputs and all(output.request_id in started for output in outputs):
-            run.seconds += seconds
-            run.steps += 1
+            run.step_s.append(seconds)
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -245,7 +248,7 @@ def _row(
     """A row of the report: medians over rounds, ratios to the plain run of the same round."""
     count = len(lengths)
     mine, plain = runs[case], runs["plain"]
-    ratios = [run.seconds / run.steps / (its.seconds / its.steps) for run, its in zip(mine, plain, strict=True)]
+    ratios = [run.typical_step_s / its.typical_step_s for run, its in zip(mine, plain, strict=True)]
     neighbours = range(1, count, 2) if case == "half" else range(0)
     beside = [run.token_gap_s(neighbours) / its.token_gap_s(neighbours) for run, its in zip(mine, plain, strict=True)
               if neighbours]  # fmt: skip
@@ -257,7 +260,7 @@ def _row(
         "structured_answers": sum(_is_structured(case, n) for n in range(count)),
         "parsed_share": sum(parsed) / len(parsed) if structured else None,
         "new_tokens": sum(lengths),
-        "ms_per_step": 1e3 * statistics.median(run.seconds / run.steps for run in mine),
+        "ms_per_step": 1e3 * statistics.median(run.typical_step_s for run in mine),
         "ratio_to_plain": statistics.median(ratios),
         "neighbour_ratio": statistics.median(beside) if beside else None,
         "ratio_to_plain_by_round": ratios,

@@ -40,8 +40,9 @@ def built(monkeypatch) -> list[LLMEngine]:
 def test_answers_are_checked_and_each_case_has_the_same_steps(built, tmp_path, capsys, monkeypatch):
     runs, run = [], structured._run
     monkeypatch.setattr(structured, "_run", lambda *args: runs.append(run(*args)) or runs[-1])
+    monkeypatch.setattr(structured, "MAX_TOKENS", 40)
     out = tmp_path / "out.json"
-    words = "--num-answers 6 --num-timed 4 --rounds 1 --max-num-seqs 3 --max-model-len 512 --json"
+    words = "--num-answers 6 --num-timed 4 --rounds 1 --max-num-seqs 3 --json"
     assert bench(*words.split(), str(out)) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert {"case", "parsed_share", "ratio_to_plain", "neighbour_ratio"} <= set(header.split())
@@ -54,7 +55,7 @@ def test_answers_are_checked_and_each_case_has_the_same_steps(built, tmp_path, c
     assert half["neighbour_ratio"] > 0
     timed = runs[1:]
     assert len(timed) == 6
-    assert len({run.steps for run in timed}) == 1
+    assert len({len(run.step_s) for run in timed}) == 1
     # A random model may fill an answer with white space up to its limit; all others follow their schema.
     cut = sum(runs[0].outputs[n].outputs[0].finish_reason == "length" for n in range(6))
     assert whole["parsed_share"] == pytest.approx(1 - cut / 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -119,7 +120,10 @@ def test_structured_answers_end_where_the_grammar_ends(engine):
         ({"choice": ["yes", "no"]}, ("yes", "no")), ({"regex": "[ab]{3}"}, None), ({"choice": ["yes"]}, ("yes",)),
         ({"grammar": 'start: "x" | "xy"'}, ("x", "xy")),
     ]  # fmt: skip
-    for options in ({"temperature": 1.0}, {"temperature": 0}, {"detokenize": False}, {"min_tokens": 10}):
+    variants: list[dict[str, Any]] = [
+        {"temperature": 1.0}, {"temperature": 0}, {"detokenize": False}, {"min_tokens": 10},
+    ]  # fmt: skip
+    for options in variants:
         outputs = run_all(engine, [
             Request("Hi", SamplingParams(seed=i, max_tokens=30, structured_outputs=fields, **options))
             for i, (fields, _) in enumerate(asked)

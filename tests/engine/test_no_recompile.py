@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,8 +56,8 @@ def test_traffic_compiles_nothing(engine, compiles, tmp_path):
     run_all(engine, [Request(prompt, options, lora) for lora in [*loras, None]])
     run_all(engine, [Request(prompt, greedy(4, logprobs=20), loras[1]), Request(prompt, greedy(4))])
     run_all(engine, [Request(long, greedy(4, prompt_logprobs=5), lora) for lora in [None, loras[3]]])
-    edits = {"repetition_penalty": 1.2, "min_tokens": 2, "logit_bias": {65: 3.0}}
-    shape = {"structured_outputs": {"regex": "[a-z]{6}"}}
+    edits: dict[str, Any] = {"repetition_penalty": 1.2, "min_tokens": 2, "logit_bias": {65: 3.0}}
+    shape: dict[str, Any] = {"structured_outputs": {"regex": "[a-z]{6}"}}
     run_all(engine, [Request(prompt, greedy(4, **edits), loras[0]), Request(prompt, SamplingParams(**shape))])
     run_all(engine, [Request(long, SamplingParams(seed=1, **shape)), Request(prompt, options, loras[1])])
     assert engine.stats().adapter_evictions > 0

@@ -19,7 +19,7 @@ def as_dict(state: Any, mask_W: np.ndarray | None = None) -> dict[int, tuple[flo
     """Token to (bias, factor, penalty), entries that change nothing left out."""
     token_E, *values = state.entries(mask_W)
     assert len(set(token_E.tolist())) == len(token_E)
-    table = {int(t): tuple(map(float, row)) for t, *row in zip(token_E, *values, strict=True)}
+    table: dict[int, Any] = {int(t): tuple(map(float, row)) for t, *row in zip(token_E, *values, strict=True)}
     return {token: row for token, row in table.items() if row != (0.0, 1.0, 0.0)}
 
 
