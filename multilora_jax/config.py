@@ -168,6 +168,12 @@ class EngineConfig:
         default=True,
         metadata=key_info("Keep the pages of past texts, and reuse them for requests that begin in the same way."),
     )
+    prompt_lookup_tokens: int = field(
+        default=0,
+        metadata=key_info("Tokens of a step guessed from the text before, unless a request says.", low=0, high=64),
+    )
+    prompt_lookup_max: int = field(default=4, metadata=key_info("Longest ending of a text looked for in it.", low=1))
+    prompt_lookup_min: int = field(default=2, metadata=key_info("Shortest ending of a text looked for in it.", low=1))
     scheduler_policy: Literal["fcfs", "fair"] = field(
         default="fcfs",
         metadata=key_info("fcfs: first come, first served.", default_only=True),
@@ -228,6 +234,8 @@ class EngineConfig:
                 "served_model_name",
                 reason="conflicting_keys", param="lora_modules",
             )  # fmt: skip
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigError("prompt_lookup_max is below prompt_lookup_min: raise it", param="prompt_lookup_max")
         if self.max_num_batched_tokens < self.prefill_block:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} does not hold one prefill_block of "

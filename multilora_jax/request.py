@@ -116,6 +116,7 @@ class Sequence:
         page_ids: its KV pages in order, owned by the KV manager.
         sampling_state: what it asks to change in its logits (engine.sampling_state.SamplingState); None for nothing.
             Its next step needs the last token on the host.
+        lookup: makes proposals for its next tokens (engine.prompt_lookup.PromptLookup); None for none.
     """
 
     request_id: str
@@ -140,6 +141,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     sampling_state: Any = None
+    lookup: Any = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None

@@ -13,6 +13,8 @@ MAX_LOGPROBS = 20
 """Most alternatives per position that one request may ask for."""
 MAX_N = 128
 """Most continuations that one request may ask for."""
+MAX_PROMPT_LOOKUP = 64
+"""Most tokens of a step that may be guessed for one sequence."""
 MAX_BIAS = 100.0
 """Values of logit_bias are clamped to this, both ways."""
 MAX_EDITED_TOKENS = 1024
@@ -117,6 +119,9 @@ class SamplingParams:
         structured_outputs: what the text must be, see StructuredOutputsParams (or a mapping of its fields). Where
             bad_words or min_tokens forbid all that it (or allowed_token_ids) leaves, they give way for that token.
         n: answers to the prompt, up to 128.
+        prompt_lookup_tokens: most tokens of a step that are guessed from the text before (prompt lookup decoding),
+            which makes quoting faster and changes no token; 0 for none, None for the engine's setting. Without effect
+            on requests that change logits, see above, from bad_words to penalties.
 
     Raises:
         UserError: a value outside its range, named with the value, or values that contradict each other.
@@ -145,9 +150,12 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    prompt_lookup_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.n = self._integer("n", 1, MAX_N)
+        if self.prompt_lookup_tokens is not None:
+            self.prompt_lookup_tokens = self._integer("prompt_lookup_tokens", 0, MAX_PROMPT_LOOKUP)
         self.temperature = self._number("temperature", 0.0, math.inf, high_open=True)
         self.top_p = self._number("top_p", 0.0, 1.0, low_open=True)
         self.min_p = self._number("min_p", 0.0, 1.0)

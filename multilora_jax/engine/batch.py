@@ -45,7 +45,8 @@ class BuiltBatch:
     Attributes:
         batch: numpy leaves.
         shape: its bucket.
-        rows: (sequence, row in S) of every sequence whose next token this step samples.
+        rows: (sequence, row in S) of every sequence whose next token this step samples; those after its proposals are
+            in the rows that follow.
         chunks: (sequence, first T index, n) of every prefill chunk, for prompt log-probabilities.
     """
 
@@ -124,7 +125,7 @@ def build_batch(
         slot_of: slot of an active adapter.
     """
     num_blocks = sum(-(-n // block) for _, n in step.prefills)
-    shape = pick_shape(shapes, len(step.decodes), num_blocks)
+    shape = pick_shape(shapes, step.num_decode_rows, num_blocks)
     batch = empty_batch(shape, block, width, slots)
     S, span = geometry.page_tokens, PAGE_CHUNK * geometry.page_tokens
     tokens, positions, kv_slots = batch.token_ids_T, batch.positions_T, batch.slots_T
@@ -132,16 +133,19 @@ def build_batch(
     rows: list[tuple[Sequence, int]] = []
     chunks: list[tuple[Sequence, int, int]] = []
     longest = 0
-    for row, seq in enumerate(step.decodes):
-        position = seq.num_computed_tokens
-        tokens[row] = seq.token_ids[position]
-        positions[row] = position
-        kv_slots[row] = seq.page_ids[position // S] * S + position % S
-        _mix_row(batch, slice(row, row + 1), seq, slot_of)
-        table[row, : len(seq.page_ids)] = seq.page_ids
-        _sampling_row(batch, row, row, seq)
+    row = 0
+    for seq in step.decodes:
         rows.append((seq, row))
-        longest = max(longest, position + 1)
+        position = seq.num_computed_tokens
+        for token in (seq.token_ids[position], *step.proposals.get(seq, ())):
+            tokens[row] = token
+            positions[row] = position
+            kv_slots[row] = seq.page_ids[position // S] * S + position % S
+            _mix_row(batch, slice(row, row + 1), seq, slot_of)
+            table[row, : len(seq.page_ids)] = seq.page_ids
+            _sampling_row(batch, row, row, seq)
+            position, row = position + 1, row + 1
+        longest = max(longest, position)
     batch.decode_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
     longest, row, start = 0, shape.num_decodes, shape.num_decodes
     for seq, count in step.prefills:

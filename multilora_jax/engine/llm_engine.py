@@ -72,7 +72,7 @@ class LLMEngine:
         )  # fmt: skip
         self.scheduler.active.is_staged = lambda a: self.scheduler.was_idle or self.runner.rows.holds(a)
         self._requests: dict[str, RequestState] = {}
-        self.plans = SamplingPlans(self.model_config, self.adapters.text, self.max_model_len)
+        self.plans = SamplingPlans(self.config, self.model_config, self.adapters.text, self.max_model_len)
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
         self._failure: BaseException | None = None
@@ -208,6 +208,7 @@ class LLMEngine:
             sequences = self._fanout.sequences(seq, salt, self._requests)
             for child in sequences:
                 child.sampling_state = plan and plan.start(token_ids)
+                child.lookup = self.plans.lookup(params)
                 self.scheduler.add(child, None if child is seq else seq)
                 self.adapters.enter(child)
                 self._requests[child.request_id] = RequestState(
@@ -282,12 +283,15 @@ class LLMEngine:
             outputs = failed
             for seq, row in built.rows:
                 state = self._requests[seq.request_id]
-                if (
-                    seq.num_tokens == seq.num_prompt_tokens and not seq.index
-                ):  # its first token: the prompt counts once, here
+                if seq.first_token_time is None and not seq.index:  # the prompt counts once, here
                     self._stats.prompt_tokens += seq.num_prompt_tokens
-                state.append(int(tokens[row]), now, None if logprobs is None else [a[row] for a in logprobs])
-                self._stats.generation_tokens += 1
+                proposed, kept = plan.proposals.get(seq, []), 0
+                for kept, token in enumerate(tokens[row : row + 1 + len(proposed)].tolist()):
+                    state.append(token, now, None if logprobs is None else [a[row + kept] for a in logprobs])
+                    if state.finish_reason is not None or token not in proposed[kept : kept + 1]:
+                        break
+                seq.num_computed_tokens += kept
+                self._stats.add_tokens(seq, len(proposed), kept)
                 if state.finish_reason is not None:
                     self.scheduler.finish(seq, state.finish_reason)
                     del self._requests[seq.request_id]

@@ -31,6 +31,7 @@ class EngineStats:
         host_evictions: adapters removed from host memory to make room.
         num_preemptions: sequences put back in the queue because pages ran out.
         prompt_tokens, generation_tokens: tokens prefilled and tokens generated.
+        proposed_tokens, accepted_tokens: tokens guessed by prompt lookup, and those of them that the model chose.
         compilations: programs compiled after warm-up (0 in a healthy server).
         tiers: (name, rank, tier, pinned) of each registered adapter that is in memory now; the tier is "resident" (in
             the pool), "loading" (on its way there) or "host". A name is there once, in the version that new requests
@@ -61,6 +62,8 @@ class EngineStats:
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     compilations: int = 0
     tiers: list[tuple[str, int, str, bool]] = field(default_factory=list)
     steps: int = 0
@@ -70,6 +73,14 @@ class EngineStats:
         """Counts a step."""
         self.steps += 1
         self.step_seconds += seconds
+
+    def add_tokens(self, seq: Sequence, proposed: int, accepted: int) -> None:
+        """Counts what a step generated for a sequence: a token, and the accepted ones of its proposals."""
+        self.generation_tokens += 1 + accepted
+        if proposed:
+            seq.lookup.verified(proposed, accepted)
+            self.proposed_tokens += proposed
+            self.accepted_tokens += accepted
 
     def read(
         self, scheduler: Scheduler, allocator: PageAllocator, prefix: PrefixCache, sequences: Iterable[Sequence]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from multilora_jax.config import EngineConfig
 from multilora_jax.engine.adapter_text import AdapterText
 from multilora_jax.engine.grammars import Grammar, Grammars
 from multilora_jax.engine.inputs import InputReader
+from multilora_jax.engine.prompt_lookup import PromptLookup
 from multilora_jax.engine.sampling_state import SamplingPlan, bad_word_ids, bitmask
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.models.config import ModelConfig
@@ -18,12 +20,14 @@ class SamplingPlans:
     """Makes the plans of an engine's requests.
 
     Args:
+        config: the engine's.
         model_config: of the base.
         text: tokenizers and vocabularies of adapters.
         max_model_len: context in tokens.
     """
 
-    def __init__(self, model_config: ModelConfig, text: AdapterText, max_model_len: int):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, text: AdapterText, max_model_len: int):
+        self._config = config
         self._model_config = model_config
         self._text = text
         self._max_model_len = max_model_len
@@ -70,6 +74,14 @@ class SamplingPlans:
             allowed_W=None if params.allowed_token_ids is None else bitmask(params.allowed_token_ids, vocab_size),
             grammar=self._grammar(params, inputs),
         )
+
+    def lookup(self, params: SamplingParams) -> PromptLookup | None:
+        """What makes proposals for a sequence; None where none are wanted, or its logits depend on its last token."""
+        config, most = self._config, params.prompt_lookup_tokens
+        most = config.prompt_lookup_tokens if most is None else most
+        if not most or params.edits_logits:
+            return None
+        return PromptLookup(most, config.prompt_lookup_max, config.prompt_lookup_min)
 
     def _grammar(self, params: SamplingParams, inputs: InputReader) -> Grammar | None:
         asked = params.structured_outputs

@@ -32,6 +32,7 @@ from typing import Any
 
 from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits, Obstacle
 from multilora_jax.engine.kv_manager import KVManager
+from multilora_jax.engine.prompt_lookup import add_proposals
 from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
 from multilora_jax.engine.waiting import Entry, WaitingQueue
 from multilora_jax.errors import UserError
@@ -76,8 +77,7 @@ class Scheduler:
         self.active = ActiveAdapters(config, cache)
         self._next_order = 0
         self._stalled: Entry | None = None  # could not get its adapters in, and nobody behind it could run
-        self.waits_for_loads = False
-        self.was_idle = True
+        self.waits_for_loads, self.was_idle = False, True
 
     @property
     def num_waiting(self) -> int:
@@ -217,6 +217,7 @@ class Scheduler:
                     f"{self._cache.order.num_pages} evictable of {self._allocator.num_total} pages"
                 )
             return None
+        add_proposals(step, self._kv, self.config.max_num_seqs)
         used = {adapter for seq in step.decodes for adapter in seq.adapters}
         used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
         step.adapters = [adapter for adapter in self.active.users if adapter in used]

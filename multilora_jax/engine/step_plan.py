@@ -60,12 +60,19 @@ class ScheduledStep:
 
     Attributes:
         decodes: sequences with one pending token each.
+        proposals: of some of the decodes: tokens that may follow the pending one, run in further decode rows.
         prefills: (sequence, n): its next n pending tokens, more than one pending.
         adapters: the distinct adapters of those, all resident; the order changes as little as possible between steps.
         preempted: sequences that lost their pages while this step was planned; none of them is in it.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
+    proposals: dict[Sequence, list[int]] = field(default_factory=dict)
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     adapters: list[Any] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of the decodes and their proposals."""
+        return len(self.decodes) + sum(map(len, self.proposals.values()))

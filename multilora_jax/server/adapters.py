@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse
 
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.request import LoRARequest
+from multilora_jax.server.adapter_protocol import AdapterBody, LoadBody
 from multilora_jax.server.auth import require_admin
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import error_body
-from multilora_jax.server.protocol import AdapterBody, LoadBody
 
 if TYPE_CHECKING:
     from multilora_jax.lora.adapter import Adapter

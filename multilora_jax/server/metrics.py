@@ -115,6 +115,9 @@ class ServerMetrics:
         yield counter("vllm:num_preemptions", "Sequences preempted for want of pages.", ({}, stats.num_preemptions))
         yield counter("vllm:prompt_tokens", "Prompt tokens prefilled.", ({}, stats.prompt_tokens))
         yield counter("vllm:generation_tokens", "Tokens generated.", ({}, stats.generation_tokens))
+        guessed, kept = "Tokens guessed by prompt lookup.", "Those of them that the model chose."
+        yield counter("vllm:spec_decode_num_draft_tokens", guessed, ({}, stats.proposed_tokens))
+        yield counter("vllm:spec_decode_num_accepted_tokens", kept, ({}, stats.accepted_tokens))
         blocks = {"block_size": str(engine.config.page_tokens), "num_gpu_blocks": str(stats.pages_total)}
         yield gauge("vllm:cache_config_info", "The pool: tokens to a page, and pages.", (blocks, 1))
         looked_up = "Prompt tokens looked up in the prefix cache."

@@ -93,6 +93,7 @@ class GenerationBody(Body):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    prompt_lookup_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -175,6 +176,7 @@ class GenerationBody(Body):
             "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
             "include_stop_str_in_output", "skip_special_tokens", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
+            "prompt_lookup_tokens",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         given["structured_outputs"] = self._structure
@@ -300,34 +302,6 @@ class ChatBody(GenerationBody):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
-
-
-class AdapterBody(Body):
-    """The routes that are about one adapter: unload, pin, unpin."""
-
-    lora_name: str
-
-    @field_validator("lora_name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not name.strip():
-            raise UserError("lora_name is empty", reason="empty_lora_name", param="lora_name")
-        return name
-
-
-class LoadBody(AdapterBody):
-    """POST /v1/load_lora_adapter."""
-
-    lora_path: str
-    load_inplace: bool = False
-    pinned: bool = False
-
-    @field_validator("lora_path")
-    @classmethod
-    def _check_path(cls, path: str) -> str:
-        if not path.strip():
-            raise UserError("lora_path is empty", reason="empty_lora_path", param="lora_path")
-        return path
 
 
 def _is_ids(value: list[Any]) -> bool:

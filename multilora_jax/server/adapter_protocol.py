@@ -1,0 +1,36 @@
+"""The bodies of the routes that load, unload and pin adapters."""
+
+from __future__ import annotations
+
+from pydantic import field_validator
+
+from multilora_jax.errors import UserError
+from multilora_jax.server.protocol import Body
+
+
+class AdapterBody(Body):
+    """The routes that are about one adapter: unload, pin, unpin."""
+
+    lora_name: str
+
+    @field_validator("lora_name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not name.strip():
+            raise UserError("lora_name is empty", reason="empty_lora_name", param="lora_name")
+        return name
+
+
+class LoadBody(AdapterBody):
+    """POST /v1/load_lora_adapter."""
+
+    lora_path: str
+    load_inplace: bool = False
+    pinned: bool = False
+
+    @field_validator("lora_path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if not path.strip():
+            raise UserError("lora_path is empty", reason="empty_lora_path", param="lora_path")
+        return path
