@@ -4,6 +4,7 @@ python -m multilora_jax.bench throughput --config FILE --mix base,distinct      
 python -m multilora_jax.bench adapters --config FILE --counts 1,10,100,1000      speed by number of adapters
 python -m multilora_jax.bench adapters --config FILE --cold                      latency of adapters read from disk
 python -m multilora_jax.bench prefix --config FILE                               first tokens of equal prompt starts
+python -m multilora_jax.bench lookup --config FILE                               extraction with prompt lookup
 python -m multilora_jax.bench structured --config FILE                           answers that follow a JSON schema
 python -m multilora_jax.bench quality --config FILE                              quantised base against float32
 python -m multilora_jax.bench latency --config FILE --batch-size 8               times of one batch, step by step
@@ -17,11 +18,11 @@ from __future__ import annotations
 import logging
 
 from multilora_jax import flags
-from multilora_jax.bench import adapters, latency, peers, plot, prefix, quality, serve, structured, throughput
+from multilora_jax.bench import adapters, latency, lookup, peers, plot, prefix, quality, serve, structured, throughput
 
 COMMANDS = {
     "throughput": throughput, "adapters": adapters, "prefix": prefix, "structured": structured, "quality": quality,
-    "latency": latency, "serve": serve, "peers": peers, "plot": plot,
+    "latency": latency, "serve": serve, "peers": peers, "plot": plot, "lookup": lookup,
 }  # fmt: skip
 
 if __name__ == "__main__":
