@@ -31,7 +31,8 @@ from multilora_jax.request import SamplingParams
 absl_flags.disclaim_key_flags()
 
 COLUMNS = {
-    "lookup": "", "tokens_per_second": ".1f", "ratio_to_plain": ".2f", "accepted_share": ".2f", "tokens_per_step": ".2f",
+    "lookup": "", "tokens_per_second": ".1f", "ratio_to_plain": ".2f", "accepted_share": ".2f",
+    "tokens_per_step": ".2f",
 }  # fmt: skip
 
 ARGUMENTS = ""
@@ -164,7 +165,7 @@ def _run(engine: LLMEngine, prompts: list[list[int]], work: Workload, lookup: in
             if output.error is not None:
                 raise output.error
             if output.finished:
-                done[live.pop(output.request_id)] = output.outputs[0].token_ids
+                done[live.pop(output.request_id)] = list(output.outputs[0].token_ids)
     seconds, after = time.perf_counter() - start, engine.stats()
     return _Run(
         seconds, done, after.steps - before.steps, after.proposed_tokens - before.proposed_tokens,

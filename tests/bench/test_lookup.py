@@ -15,7 +15,7 @@ from multilora_jax.engine.llm_engine import LLMEngine
 from tests.tiny_engine import narrowed
 
 TINY = str(Path(__file__).parent.parent.parent / "configs" / "tiny.yaml")
-SIZES = {"num-prompts": 2, "num-records": 3, "output-len": 24, "rounds": 1, "max-num-seqs": 8}
+SIZES = {"num-prompts": 2, "num-records": 2, "output-len": 24, "rounds": 1, "max-num-seqs": 8, "max-model-len": 512}
 WORDS = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
