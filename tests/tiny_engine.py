@@ -98,8 +98,10 @@ class LogitsRecorder:
         self._rows: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         runner, execute, add, salts = engine.runner, engine.runner.execute, engine.add_request, itertools.count()
 
-        def add_salted(*args: Any, **options: Any) -> None:
-            add(*args, **{"cache_salt": f"recorded {next(salts)}", **options})
+        def add_salted(
+            request_id: str, prompt: Any, params: Any, mix: Any = None, priority: int = 0, cache_salt: str | None = None
+        ) -> None:
+            add(request_id, prompt, params, mix, priority, cache_salt or f"recorded {next(salts)}")
 
         engine.add_request = add_salted
         spec, programs = runner.spec, runner.programs

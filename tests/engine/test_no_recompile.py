@@ -77,8 +77,8 @@ def test_traffic_compiles_nothing(engine, compiles, tmp_path):
 
 
 def test_steps_of_attention_adapters_run_without_rows_of_the_mlp(engine, compiles, tmp_path, monkeypatch):
-    attention = make_adapter(tmp_path / "attention", engine, 4, 1, modules=("q_proj", "o_proj"))
-    whole = make_adapter(tmp_path / "whole", engine, 4, 2)
+    attention = make_adapter(tmp_path / "attention", engine, 4, 101, modules=("q_proj", "o_proj"))
+    whole = make_adapter(tmp_path / "whole", engine, 4, 102)
     keys, get = [], engine.runner.programs.get
     monkeypatch.setattr(engine.runner.programs, "get", lambda *key: keys.append(key) or get(*key))
     alone = run_all(engine, [Request("Hello", greedy(6), attention), Request("Hello", greedy(6))])
