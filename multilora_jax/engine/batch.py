@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from multilora_jax.engine.rank_rows import ROW_BLOCK
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.models.batch import ForwardBatch, SamplingBatch
+from multilora_jax.models.batch import ForwardBatch, RowChunks, SamplingBatch
 from multilora_jax.request import Sequence
 from pallas_kernels.paged_attention.xla import PAGE_CHUNK
+from pallas_kernels.segmented_lora.xla import ROW_CHUNK
 
 __all__ = ["BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pick_shape"]
 
@@ -101,7 +103,11 @@ def empty_batch(shape: BatchShape, block: int, width: int, slots: int = 0) -> Fo
         "prefill_chunks": np.int32(0),
         "mix_SX": np.zeros((S, slots), np.float32) if slots else None,
     }
-    return ForwardBatch(**arrays, sampling=sampling, lora=None)
+    num_rows, chunks = slots * ROW_BLOCK, None
+    if shape.num_blocks and num_rows > ROW_CHUNK and num_rows % ROW_CHUNK == 0:
+        index_C: Any = np.zeros(num_rows // ROW_CHUNK, np.int32)
+        chunks = RowChunks(index_C, np.int32(0))  # pyright: ignore[reportArgumentType]
+    return ForwardBatch(**arrays, sampling=sampling, row_chunks=chunks, lora=None)
 
 
 def build_batch(
@@ -112,6 +118,7 @@ def build_batch(
     width: int,
     slots: int,
     slot_of: Callable[[Any], int],
+    rows_of: Callable[[Any], list[int]],
 ) -> BuiltBatch:
     """Fills the arrays of a step.
 
@@ -122,7 +129,7 @@ def build_batch(
         block: tokens of a prefill block.
         width: pages of a page table.
         slots: adapter slots of the active rank rows, 0 for a step without adapters.
-        slot_of: slot of an active adapter.
+        slot_of: slot of an active adapter; rows_of: the first row of each of its blocks in the buffers.
     """
     num_blocks = sum(-(-n // block) for _, n in step.prefills)
     shape = pick_shape(shapes, step.num_decode_rows, num_blocks)
@@ -168,6 +175,11 @@ def build_batch(
         row += used
         start += used * block
     batch.prefill_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
+    if batch.row_chunks is not None:
+        adapters = {adapter for seq, _ in step.prefills for adapter in seq.adapters}
+        owned = sorted({row // ROW_CHUNK for adapter in adapters for row in rows_of(adapter)})
+        batch.row_chunks.index_C[: len(owned)] = owned  # pyright: ignore[reportIndexIssue]
+        batch.row_chunks.count = np.int32(len(owned))  # pyright: ignore[reportAttributeAccessIssue]
     return BuiltBatch(batch, shape, rows, chunks)
 
 

@@ -57,7 +57,9 @@ class ModelRunner:
         self.pool = make_pool(self.spec.geometry, mesh)
         self.shapes = batch_shapes(max_num_seqs, max_blocks)
         self.width = table_width(max_model_len, self.spec.geometry)
-        buckets = row_buckets(max_rank_rows) if max_rank_rows else []
+        # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
+        self._fine = mesh.devices.flat[0].platform == "cpu"
+        buckets = row_buckets(max_rank_rows, fine=self._fine) if max_rank_rows else []
         self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)))
         self.loaded_bytes = 0
         self._no_edits: dict[int, SamplingEdits] = {}
@@ -87,7 +89,7 @@ class ModelRunner:
         for rows in (0, *self.rows.buckets):
             for shape in self.shapes:
                 keys.append(("begin", shape, rows, False))
-                keys += [("layers", shape, rows, reach) for reach in _plain(rows)]
+                keys += [("layers", shape, rows, reach) for reach in self._plain(rows)]
         finishes = ("finish", "finish_edited")
         keys += [(finish, shape, False) for finish in finishes for shape in self.shapes] + [("logprobs", False)]
         for rows in self.rows.buckets:
@@ -125,7 +127,7 @@ class ModelRunner:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
                 batch.lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
             x, inputs = self.programs.get("begin", shape, rows, False)(self.params["top"], batch, None)
-            for reach in _plain(rows):
+            for reach in self._plain(rows):
                 part = list(map(attention_rows, buffers)) if rows and reach is Reach.ATTENTION else buffers
                 layers = self.programs.get("layers", shape, rows, reach)
                 x, self.pool = layers(weights, part, self.pool, first, x, inputs)
@@ -159,10 +161,11 @@ class ModelRunner:
         shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.shapes
         built = build_batch(
             step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
-            self.rows.slot_of,
+            self.rows.slot_of, self.rows.rank_rows.rows_of,
         )  # fmt: skip
         edits = functools.partial(build_edits, built.rows, built.shape.num_rows, self.spec)
-        return built, self._run(built.batch, built.shape, plan.bucket, plan.reach, edits)
+        reach = max(plan.reach, self._plain(plan.bucket)[0])
+        return built, self._run(built.batch, built.shape, plan.bucket, reach, edits)
 
     def prompt_logprobs(
         self, seq: Sequence, hidden: np.ndarray, start: int, targets: list[int]
@@ -231,10 +234,11 @@ class ModelRunner:
         names += ["masked_S", "mask_SW"] if np.any(edits.masked_S) else []
         return replace(nothing, **self._put({name: getattr(edits, name) for name in ["num_entries", *names]}))
 
+    def _plain(self, rows: int) -> list[Reach]:
+        """The kinds of plain programs of layers for so many rank rows."""
+        if not rows:
+            return [Reach.ATTENTION]
+        return [Reach.ATTENTION, Reach.PROJECTIONS] if self._fine else [Reach.PROJECTIONS]
+
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))
-
-
-def _plain(rows: int) -> list[Reach]:
-    """The kinds of plain programs of layers for so many rank rows."""
-    return [Reach.ATTENTION, Reach.PROJECTIONS] if rows else [Reach.ATTENTION]

@@ -89,6 +89,10 @@ class RankRows:
         """The adapter's slot: its column in `mix_SX`, its number in `owner_R`."""
         return self._index[adapter]
 
+    def rows_of(self, adapter: Any) -> list[int]:
+        """The first row of each of its blocks."""
+        return [block * ROW_BLOCK for block in self._blocks[adapter]]
+
     def holds(self, adapter: Any) -> bool:
         """Whether all its rows are in the buffers."""
         return adapter in self._blocks and adapter not in self._missing
@@ -199,12 +203,15 @@ def _num_blocks(adapter: Any) -> int:
     return -(-adapter.num_rows // ROW_BLOCK)
 
 
-def row_buckets(max_rows: int) -> list[int]:
+def row_buckets(max_rows: int, *, fine: bool = True) -> list[int]:
     """Buffer sizes up to `max_rows`, and `max_rows` itself: 16, 64, 128, 256, 384 and on, by 1.5 and 1.33 in turn.
 
-    A step multiplies by whole buffers, so where rows are many a size too large costs more than a few programs.
+    A step multiplies by whole buffers, so where rows are many a size too large costs more than a few programs. Not
+    `fine`, where compiling is dear: by four times each.
     """
     largest = -(-max_rows // ROW_BLOCK) * ROW_BLOCK
+    if not fine:
+        return [*(size for size in (16 * 4**n for n in range(8)) if size < largest), largest]
     doublings = [128 * 2**n for n in range(1, 12)]
     sizes = sorted((16, 64, 128, *doublings, *(size * 3 // 2 for size in doublings)))
     return [*(size for size in sizes if size < largest), largest]

@@ -121,6 +121,15 @@ class SamplingEdits:
 
 @jax.tree_util.register_dataclass
 @dataclass
+class RowChunks:
+    """Which chunks of rank rows the adapters of the prefill blocks own, see lora_deltas_of_chunks."""
+
+    index_C: jax.Array  # int32[C]
+    count: jax.Array  # int32[], how many of them
+
+
+@jax.tree_util.register_dataclass
+@dataclass
 class ForwardBatch:
     """Everything one step reads besides parameters and pool."""
 
@@ -132,6 +141,7 @@ class ForwardBatch:
     prefill_chunks: jax.Array  # int32[], the same of the prefill blocks
     sampling: SamplingBatch
     mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: no adapter in this step
+    row_chunks: RowChunks | None  # rank rows that the prefill blocks need; None: few enough to take all
     lora: LoRARows | None  # None likewise
 
 
@@ -148,6 +158,7 @@ class LayerInputs:
     cos_TH2: jax.Array  # float32[T, H/2]
     sin_TH2: jax.Array  # float32[T, H/2]
     mix_RT: jax.Array | None  # float32[R, T], factor of token t on the adapter that owns rank row r
+    row_chunks: RowChunks | None  # of the prefill blocks
     scale_LMR: jax.Array | None  # float32[L, 7, R]
     const_LMR: jax.Array | None  # float32[L, 7, R]
     gain_LMR: jax.Array | None  # float32[L, 7, R]

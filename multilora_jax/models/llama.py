@@ -149,6 +149,7 @@ def begin(
         cos_TH2=top["cos"][batch.positions_T],
         sin_TH2=top["sin"][batch.positions_T],
         mix_RT=mix_RT,
+        row_chunks=batch.row_chunks,
         scale_LMR=lora and lora.scale_LMR,
         const_LMR=lora and lora.const_LMR,
         gain_LMR=extra and extra.gain_LMR,
@@ -236,7 +237,7 @@ def decoder_layer(
     """
     config, tp, axis = spec.config, spec.geometry.tp, spec.feature_axis
     N, K, H = config.num_heads // tp, config.num_kv_heads // tp, config.head_dim
-    lora = LayerDeltas.of(rows, layer, inputs)
+    lora = LayerDeltas.of(spec, rows, layer, inputs)
 
     h = rms_norm(spec, x, norm_weight(spec, w["input_norm"], lora, 0))
     qkv = column_parallel(spec, w["qkv"], w.get("qkv_bias"), h, lora, ("q_proj", "k_proj", "v_proj"))

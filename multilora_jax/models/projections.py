@@ -12,15 +12,16 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from multilora_jax.memory.geometry import MODULES
-from multilora_jax.models.batch import LayerInputs, LayerRows
+from multilora_jax.models.batch import LayerInputs, LayerRows, RowChunks
 from multilora_jax.models.layers import LlamaSpec, along_features, linear
 from multilora_jax.models.rows import PLACES
-from pallas_kernels.segmented_lora import lora_expand, lora_shrink
+from pallas_kernels.segmented_lora import lora_deltas_of_chunks, lora_expand, lora_shrink
 
 _F32 = jnp.float32
 
@@ -35,28 +36,50 @@ class LayerDeltas:
     const_MR: jax.Array  # float32[7, R]
     gain_MR: jax.Array | None  # float32[7, R]
     norm_2R: jax.Array | None  # float32[2, R]
+    row_chunks: RowChunks | None
+    num_decodes: int
 
     @classmethod
-    def of(cls, rows: LayerRows | None, layer: jax.Array, inputs: LayerInputs) -> LayerDeltas | None:
+    def of(cls, spec: LlamaSpec, rows: LayerRows | None, layer: jax.Array, inputs: LayerInputs) -> LayerDeltas | None:
         """Those of a layer; None where no token of the step has an adapter."""
         if rows is None or inputs.mix_RT is None or inputs.scale_LMR is None or inputs.const_LMR is None:
             return None
         gain = None if inputs.gain_LMR is None else inputs.gain_LMR[layer]
         norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
-        return cls(rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm)
+        num_rows, num_tokens = len(inputs.table_SP), len(inputs.positions_T)
+        num_decodes = num_rows - (num_tokens - num_rows) // (spec.prefill_block - 1)
+        return cls(
+            rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.row_chunks,
+            num_decodes,
+        )  # fmt: skip
 
     def touches(self, module: str) -> bool:
         """Whether the step has rows for the module."""
         return getattr(self.rows, PLACES[module][0]) is not None
 
-    def shrink(self, spec: LlamaSpec, x: jax.Array, modules: tuple[str, ...]) -> jax.Array:
-        """lora_shrink of modules that share the input x (this shard's features)."""
+    def deltas(self, spec: LlamaSpec, x: jax.Array, modules: tuple[str, ...]) -> list[jax.Array]:
+        """The deltas of modules that share the input x (this shard's features), each this shard's outputs, float32."""
         first = MODULES.index(modules[0])
         part = slice(first, first + len(modules))
-        return lora_shrink(
-            x, getattr(self.rows, PLACES[modules[0]][0]), self.scale_MR[part], self.mix_RT, self.const_MR[part],
-            features_first=spec.features_first, axis_name=spec.axis_name,
-        )  # fmt: skip
+        a_MRI = getattr(self.rows, PLACES[modules[0]][0])
+        scale_MR, const_MR = self.scale_MR[part], self.const_MR[part]
+        layout: Any = {"features_first": spec.features_first, "axis_name": spec.axis_name}
+
+        def dense(x: jax.Array, mix_RT: jax.Array) -> list[jax.Array]:
+            s = lora_shrink(x, a_MRI, scale_MR, mix_RT, const_MR, **layout)
+            return [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
+
+        if self.row_chunks is None:
+            return dense(x, self.mix_RT)
+        b_MOR = [getattr(self.rows, PLACES[module][2]) for module in modules]
+        chunks, axis = self.row_chunks, 1 - spec.feature_axis
+        decodes, prefills = jnp.split(x, [self.num_decodes], axis)
+        mix_RB, mix_RP = jnp.split(self.mix_RT, [self.num_decodes], 1)
+        few = lora_deltas_of_chunks(
+            prefills, a_MRI, b_MOR, scale_MR, mix_RP, const_MR, chunks.index_C, chunks.count, **layout
+        )
+        pairs = zip(dense(decodes, mix_RB), few, strict=True)
+        return [jnp.concatenate(pair, axis) for pair in pairs]
 
     def expand(self, spec: LlamaSpec, s: jax.Array, module: str) -> jax.Array:
         """lora_expand of one module: this shard's outputs."""
@@ -93,9 +116,7 @@ def column_parallel(
         y = y * (1 + jnp.concatenate(gains, spec.feature_axis))
     if bias_O is not None:
         y = y + along_features(spec, bias_O).astype(_F32)
-    s = lora.shrink(spec, _shard_slice(spec, x), modules)
-    deltas = [lora.expand(spec, s[m], module) for m, module in enumerate(modules)]
-    return y + jnp.concatenate(deltas, spec.feature_axis)
+    return y + jnp.concatenate(lora.deltas(spec, _shard_slice(spec, x), modules), spec.feature_axis)
 
 
 def row_parallel(
@@ -107,7 +128,8 @@ def row_parallel(
         if lora.gain_MR is not None:
             gain = lora.vectors(spec, lora.gain_MR[MODULES.index(module)], module)
             y = y * (1 + _gather_features(spec, gain))
-        y = _add_shard_slice(spec, y, lora.expand(spec, lora.shrink(spec, x, (module,))[0], module))
+        [delta] = lora.deltas(spec, x, (module,))
+        y = _add_shard_slice(spec, y, delta)
     if spec.axis_name is not None:
         y = jax.lax.psum(y, spec.axis_name)
     return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)

@@ -11,10 +11,15 @@ speed and the other order does not) or `[T, I]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 _F32 = jnp.float32
+
+ROW_CHUNK = 64
+"""Rank rows of one turn of lora_deltas_of_chunks."""
 
 
 def lora_shrink(
@@ -78,3 +83,47 @@ def lora_expand(s: jax.Array, b_OR: jax.Array, *, features_first: bool) -> jax.A
     if features_first:
         return jax.lax.dot_general(b_OR, s, (((1,), (0,)), ((), ())), preferred_element_type=_F32)
     return jax.lax.dot_general(s, b_OR, (((1,), (1,)), ((), ())), preferred_element_type=_F32)
+
+
+def lora_deltas_of_chunks(
+    x: jax.Array,
+    a_MRI: jax.Array,
+    b_MOR: Sequence[jax.Array],
+    scale_MR: jax.Array,
+    mix_RT: jax.Array,
+    const_MR: jax.Array | None,
+    chunks_C: jax.Array,
+    num_chunks: jax.Array,
+    *,
+    features_first: bool,
+    axis_name: str | None = None,
+) -> list[jax.Array]:
+    """Shrink and expand by some of the rank rows: for tokens whose adapters own few of them, as those of prompts do.
+
+    A loop over chunks of ROW_CHUNK rows, whose cost goes with their number and not with R.
+
+    Args:
+        x, a_MRI, scale_MR, mix_RT, const_MR, features_first, axis_name: see lora_shrink; R is a multiple of ROW_CHUNK.
+        b_MOR: of each of the M modules its [O, R].
+        chunks_C: int32[C], the first num_chunks (int32 scalar) of which name the chunks that own a row of any token.
+
+    Returns:
+        for each module float32 [O, T] if features_first else [T, O].
+    """
+    num_tokens = x.shape[1 if features_first else 0]
+
+    def rows_of(table: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(table, start, ROW_CHUNK, axis)
+
+    def turn(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        start = chunks_C[index] * ROW_CHUNK
+        s = lora_shrink(
+            x, rows_of(a_MRI, start, 1), rows_of(scale_MR, start, 1), rows_of(mix_RT, start, 0),
+            None if const_MR is None else rows_of(const_MR, start, 1),
+            features_first=features_first, axis_name=axis_name,
+        )  # fmt: skip
+        deltas = [lora_expand(s[m], rows_of(b, start, 1), features_first=features_first) for m, b in enumerate(b_MOR)]
+        return [old + new for old, new in zip(sums, deltas, strict=True)]
+
+    shapes = [(len(b), num_tokens) if features_first else (num_tokens, len(b)) for b in b_MOR]
+    return jax.lax.fori_loop(0, num_chunks, turn, [jnp.zeros(shape, _F32) for shape in shapes])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -45,11 +47,13 @@ def sequence(pages, computed, pending, *, prompt=None, adapter=None, scale=1.0, 
     )
 
 
-def build(decodes, prefills, shapes=None, index=None):
+def build(decodes, prefills, shapes=None, index=None, rows=None):
     shapes = shapes or batch_shapes(8, 6)
     step = ScheduledStep(decodes=decodes, prefills=prefills)
     slots = max(index.values()) + 1 if index else 0
-    return build_batch(step, shapes, GEOMETRY, BLOCK, WIDTH, slots, (index or {}).__getitem__)
+    starts = rows or {adapter: [] for adapter in index or ()}
+    slot_of = (index or {}).__getitem__
+    return build_batch(step, shapes, GEOMETRY, BLOCK, WIDTH, slots, slot_of, starts.__getitem__)
 
 
 def test_shapes():
@@ -129,6 +133,19 @@ def test_prefill_chunks_fill_blocks_of_their_own():
     assert [int(sampling.position_S[row]) for row in (0, 9, 13)] == [10, 11, 130]
     assert (built.batch.decode_chunks, built.batch.prefill_chunks) == (1, 3)
     assert np.asarray(built.batch.mix_SX)[:, 0].tolist() == [0] * 8 + [1, 1] + [0] * 4
+
+
+def test_prefill_blocks_name_the_chunks_of_rank_rows_that_they_need():
+    pages, a, b, c = Pages(), object(), object(), object()
+    rows = {a: [0, 72], b: [136], c: [184, 8]}
+    decode, first, second = (sequence(pages, 5 * (x is a), 1 if x is a else 9, adapter=x) for x in (a, b, c))
+    slots = {a: 0, b: 1, c: 23}  # 24 slots: 192 rows, three chunks
+    chunks: Any = build([decode], [(first, 9), (second, 9)], index=slots, rows=rows).batch.row_chunks
+    assert (chunks.index_C.tolist(), chunks.count) == ([0, 2, 0], 2)  # the decode's rows are not among them
+    chunks = build([decode], [(sequence(pages, 0, 9), 9)], index=slots, rows=rows).batch.row_chunks
+    assert chunks.count == 0
+    assert build([decode], [], index=slots, rows=rows).batch.row_chunks is None
+    assert build([decode], [(first, 9)], index={a: 0, b: 7}, rows=rows).batch.row_chunks is None  # 64 rows
 
 
 def test_sampling_options_of_a_row():
