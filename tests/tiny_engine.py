@@ -99,9 +99,14 @@ class LogitsRecorder:
         runner, execute, add, salts = engine.runner, engine.runner.execute, engine.add_request, itertools.count()
 
         def add_salted(
-            request_id: str, prompt: Any, params: Any, mix: Any = None, priority: int = 0, cache_salt: str | None = None
+            request_id: str,
+            prompt: Any,
+            params: Any,
+            lora_request: Any = None,
+            priority: int = 0,
+            cache_salt: str | None = None,
         ) -> None:
-            add(request_id, prompt, params, mix, priority, cache_salt or f"recorded {next(salts)}")
+            add(request_id, prompt, params, lora_request, priority, cache_salt or f"recorded {next(salts)}")
 
         engine.add_request = add_salted
         spec, programs = runner.spec, runner.programs
