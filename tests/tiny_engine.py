@@ -106,7 +106,9 @@ class LogitsRecorder:
             priority: int = 0,
             cache_salt: str | None = None,
         ) -> None:
-            add(request_id, prompt, params, lora_request, priority, cache_salt or f"recorded {next(salts)}")
+            if cache_salt is None and not (isinstance(prompt, dict) and "cache_salt" in prompt):
+                cache_salt = f"recorded {next(salts)}"
+            add(request_id, prompt, params, lora_request, priority, cache_salt)
 
         engine.add_request = add_salted
         spec, programs = runner.spec, runner.programs

@@ -78,6 +78,10 @@ class ModelRunner:
         """Programs compiled or loaded so far; it does not move after `warm_up`."""
         return self.programs.num_compilations
 
+    def plain_shapes(self, rows: int) -> list[BatchShape]:
+        """The sizes of plain steps with so many rank rows: not the smallest where they are many."""
+        return self.shapes[1:] if rows > 64 and self.shapes[1].num_blocks == 0 else self.shapes
+
     @property
     def extended_shapes(self) -> list[BatchShape]:
         """The sizes of extended steps: the largest of decodes alone and the largest of all, which keeps them few."""
@@ -87,7 +91,7 @@ class ModelRunner:
         """Compiles every program a step can need, with a progress bar, and runs each kind of step once."""
         keys: list[tuple[Any, ...]] = []
         for rows in (0, *self.rows.buckets):
-            for shape in self.shapes:
+            for shape in self.plain_shapes(rows):
                 keys.append(("begin", shape, rows, False))
                 keys += [("layers", shape, rows, reach) for reach in self._plain(rows)]
         finishes = ("finish", "finish_edited")
@@ -121,7 +125,7 @@ class ModelRunner:
         weights, _, first = self._groups[0]
         buffers: list[Any] = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
         tables = HostTables.empty(self.spec.config.num_layers, rows)
-        for shape in self.shapes:
+        for shape in self.plain_shapes(rows):
             batch = self._put(empty_batch(shape, self.spec.prefill_block, self.width, num_slots(rows)))
             if rows:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
@@ -158,7 +162,7 @@ class ModelRunner:
             pages_of: page ids of a resident adapter.
         """
         plan = self.rows.activate(step.adapters, self.pool, pages_of)
-        shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.shapes
+        shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.plain_shapes(plan.bucket)
         built = build_batch(
             step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
             self.rows.slot_of, self.rows.rank_rows.rows_of,

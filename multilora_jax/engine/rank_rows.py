@@ -204,7 +204,7 @@ def _num_blocks(adapter: Any) -> int:
 
 
 def row_buckets(max_rows: int, *, fine: bool = True) -> list[int]:
-    """Buffer sizes up to `max_rows`, and `max_rows` itself: 16, 64, 128, 256, 384 and on, by 1.5 and 1.33 in turn.
+    """Buffer sizes up to `max_rows`, and `max_rows` itself: 16, 64, 128 and on by doubling.
 
     A step multiplies by whole buffers, so where rows are many a size too large costs more than a few programs. Not
     `fine`, where compiling is dear: by four times each.
@@ -212,6 +212,4 @@ def row_buckets(max_rows: int, *, fine: bool = True) -> list[int]:
     largest = -(-max_rows // ROW_BLOCK) * ROW_BLOCK
     if not fine:
         return [*(size for size in (16 * 4**n for n in range(8)) if size < largest), largest]
-    doublings = [128 * 2**n for n in range(1, 12)]
-    sizes = sorted((16, 64, 128, *doublings, *(size * 3 // 2 for size in doublings)))
-    return [*(size for size in sizes if size < largest), largest]
+    return [*(size for size in (16, *(64 * 2**n for n in range(12))) if size < largest), largest]
