@@ -56,6 +56,7 @@ class AdapterManager:
         forget: called, with the lock held, with an unloaded adapter that no request uses any more.
         read_back: copies pages of the pool to the host: [n, L, TP, E/TP].
         throttle: see AdapterReader.
+        shares_cores: whether the model runs on the cores of this process.
 
     Attributes:
         registry, host, reader: of this engine.
@@ -76,6 +77,7 @@ class AdapterManager:
         forget: Callable[[Adapter], None],
         read_back: Callable[[list[int]], np.ndarray],
         throttle: Callable[[int], float] | None = None,
+        shares_cores: bool = False,
     ):
         self._config = config
         self._model_config = model_config
@@ -85,7 +87,10 @@ class AdapterManager:
         self._books = books
         self._forget = forget
         self._read_back = read_back
-        self.reader = make_reader(config, model_config, geometry, base, tokenizer, throttle)
+        self.reader = make_reader(
+            config, model_config, geometry, base, tokenizer, throttle,
+            is_busy=(lambda: scheduler.num_running > 0) if shares_cores else None,
+        )  # fmt: skip
         self.host = self.reader.host
         self.registry = AdapterRegistry(
             self.reader,

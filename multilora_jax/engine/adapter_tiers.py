@@ -9,6 +9,7 @@ from multilora_jax.engine.host_memory import physical_memory
 from multilora_jax.lora.builder import AdapterBuilder
 from multilora_jax.lora.deltas import BaseTensors
 from multilora_jax.lora.host_tier import HostTier
+from multilora_jax.lora.pacing import Pacer
 from multilora_jax.lora.reader import AdapterReader
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig
@@ -25,6 +26,7 @@ def make_reader(
     base: BaseTensors,
     tokenizer: Tokenizer | None,
     throttle: Callable[[int], float] | None,
+    is_busy: Callable[[], bool] | None,
 ) -> AdapterReader:
     """The reader of an engine and, as its `host`, the host tier.
 
@@ -33,6 +35,7 @@ def make_reader(
         model_config, geometry, base: of the served model.
         tokenizer: the base's, None where it has none.
         throttle: see AdapterReader.
+        is_busy: whether sequences run on the cores that the threads share with them; None where they share none.
     """
     most_bytes = physical_memory() // 4 if config.max_cpu_lora_gib is None else config.max_cpu_lora_gib * 2**30
     host = HostTier(
@@ -47,4 +50,5 @@ def make_reader(
         base_tokenizer=tokenizer,
         base_name=config.model,
     )
-    return AdapterReader(builder, host, threads=READER_THREADS, throttle=throttle)
+    pacer = None if is_busy is None else Pacer(is_busy)
+    return AdapterReader(builder, host, threads=READER_THREADS, pacer=pacer, throttle=throttle)

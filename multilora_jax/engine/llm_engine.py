@@ -68,7 +68,7 @@ class LLMEngine:
         self.adapters = AdapterManager(
             config, self.model_config, self.geometry, BaseTensors(self.runner.spec, self.runner.params), self.tokenizer,
             self.cache, self.scheduler, self._books, forget=self.runner.rows.forget,
-            read_back=self.runner.read_pages, throttle=throttle,
+            read_back=self.runner.read_pages, throttle=throttle, shares_cores=self.runner.on_cpu,
         )  # fmt: skip
         self.scheduler.active.is_staged = lambda a: self.scheduler.was_idle or self.runner.rows.holds(a)
         self._requests: dict[str, RequestState] = {}

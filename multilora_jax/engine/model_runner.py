@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -46,6 +47,7 @@ class ModelRunner:
 
     Attributes:
         loaded_bytes: bytes of adapters copied into the pool so far.
+        on_cpu: whether the model runs on this machine's own cores.
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class ModelRunner:
         self.pool = make_pool(self.spec.geometry, mesh)
         self.shapes = batch_shapes(max_num_seqs, max_blocks)
         self.width = table_width(max_model_len, self.spec.geometry)
+        self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
-        self._fine = mesh.devices.flat[0].platform == "cpu"
-        buckets = row_buckets(max_rank_rows, fine=self._fine) if max_rank_rows else []
+        buckets = row_buckets(max_rank_rows, fine=self.on_cpu) if max_rank_rows else []
         self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)))
         self.loaded_bytes = 0
+        self._write_s = self._written_s = 0.0
         self._no_edits: dict[int, SamplingEdits] = {}
         group = self.programs.group
         # Layer indices live on the device: passing one must not cost a transfer at every step.
@@ -119,6 +122,19 @@ class ModelRunner:
             for edits in (None, empty_edits(shape.num_rows, self.spec)):
                 self._run(batch, shape, 0, Reach.ATTENTION, lambda edits=edits: edits).token_S.block_until_ready()
         self.rows.time_copies(self.pool)
+        if self.rows.buckets:
+            self._time_writes()
+
+    def _time_writes(self) -> None:
+        """Finds out what writing a page of an adapter takes, on the null page, whose content nobody needs."""
+        g = self.spec.geometry
+        page = np.zeros((g.num_layers, g.tp, g.page_elements // g.tp), g.storage_dtype)
+        for _ in range(2):  # the first time costs more than every other
+            self.pool.block_until_ready()
+            start = time.perf_counter()
+            self._write_page(0, page)
+            self.pool.block_until_ready()
+            self._write_s = time.perf_counter() - start
 
     def _first_runs(self, rows: int) -> None:
         """Runs each plain program of layers once, on one group: the first run takes longer than all others."""
@@ -139,10 +155,15 @@ class ModelRunner:
 
     def write_pages(self, writes: Iterable[tuple[PageWrite, np.ndarray]]) -> None:
         """Copies pages of adapters (uint[L, TP, E/TP] each) into the pages that they were given."""
+        self._written_s = 0.0
         for write, page in writes:
-            program, flat = self.programs.get("write_page"), page.reshape(len(page), -1)
-            self.pool = program(self.pool, self._put(flat, P(None, "model")), self._put(np.int32(write.page_id)))
+            self._written_s += self._write_s
+            self._write_page(write.page_id, page)
             self.loaded_bytes += page.nbytes
+
+    def _write_page(self, page_id: int, page: np.ndarray) -> None:
+        program, flat = self.programs.get("write_page"), page.reshape(len(page), -1)
+        self.pool = program(self.pool, self._put(flat, P(None, "model")), self._put(np.int32(page_id)))
 
     def read_pages(self, page_ids: list[int]) -> np.ndarray:
         """Pages of the pool on the host: uint[n, L, TP, E/TP]."""
@@ -152,7 +173,7 @@ class ModelRunner:
 
     def stage(self, active: list[Adapter], wanted: list[Adapter], pages_of: PagesOf) -> None:
         """Prepares for adapters that later steps will use; see RowBuffers.stage."""
-        self.rows.stage(active, wanted, self.pool, pages_of)
+        self.rows.stage(active, wanted, self.pool, pages_of, spent_s=self._written_s)
 
     def execute(self, step: ScheduledStep, pages_of: PagesOf) -> tuple[BuiltBatch, StepOutput]:
         """Runs a step; the result is on its way when this returns.
@@ -242,7 +263,7 @@ class ModelRunner:
         """The kinds of plain programs of layers for so many rank rows."""
         if not rows:
             return [Reach.ATTENTION]
-        return [Reach.ATTENTION, Reach.PROJECTIONS] if self._fine else [Reach.PROJECTIONS]
+        return [Reach.ATTENTION, Reach.PROJECTIONS] if self.on_cpu else [Reach.PROJECTIONS]
 
     def _put(self, tree: Any, spec: P | None = None) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))

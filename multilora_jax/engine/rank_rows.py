@@ -204,7 +204,7 @@ def _num_blocks(adapter: Any) -> int:
 
 
 def row_buckets(max_rows: int, *, fine: bool = True) -> list[int]:
-    """Buffer sizes up to `max_rows`, and `max_rows` itself: 16, 64, 128 and on by doubling.
+    """Buffer sizes up to `max_rows`, and itself: 16, 64, 128 and on by doubling, from 512 on with one between.
 
     A step multiplies by whole buffers, so where rows are many a size too large costs more than a few programs. Not
     `fine`, where compiling is dear: by four times each.
@@ -212,4 +212,6 @@ def row_buckets(max_rows: int, *, fine: bool = True) -> list[int]:
     largest = -(-max_rows // ROW_BLOCK) * ROW_BLOCK
     if not fine:
         return [*(size for size in (16 * 4**n for n in range(8)) if size < largest), largest]
-    return [*(size for size in (16, *(64 * 2**n for n in range(12))) if size < largest), largest]
+    doubled = [64 * 2**n for n in range(12)]
+    sizes = sorted([16, *doubled, *(size + size // 2 for size in doubled if size >= 512)])
+    return [*(size for size in sizes if size < largest), largest]

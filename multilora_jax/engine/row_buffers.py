@@ -29,7 +29,6 @@ PagesOf = Callable[[Adapter], list[int]]
 STAGE_SHARE = 0.15
 """Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
 
-_START_BYTES_PER_S = 1e9  # until a block was timed
 _KEEP = 0.9  # of the moving average of a step's time
 
 ATTENTION = MODULES[:NUM_ATTENTION]
@@ -80,7 +79,8 @@ class RowBuffers:
         self._next: _Side | None = None
         self._host = HostTables.empty(geometry.num_layers, 0)
         self._vocab_key: list[Any] = []
-        self._bytes_per_s = _START_BYTES_PER_S
+        self._copy_s = {MODULES: 0.0, ATTENTION: 0.0}
+        self._make_s_per_byte = 0.0
         self._step_s = 0.0
         self._fresh: set[Adapter] = set()
 
@@ -154,37 +154,51 @@ class RowBuffers:
         return plan
 
     def time_copies(self, pool: jax.Array) -> None:
-        """Finds out how fast rows are copied here; called when everything is compiled."""
+        """Finds out what making buffers and copying rows takes here; called when everything is compiled."""
         if not self.buckets:
             return
-        side = _Side(RankRows(self.buckets, self._geometry.num_layers, self.buckets[0]))
-        while len(side.layers) < self._geometry.num_layers:
-            side.layers += self._programs.get("rows", self.buckets[0])()
-        units_LCU = np.zeros((self._geometry.num_layers, ROW_BLOCK, self._num_units), np.int32)
-        for _ in range(2):  # the first time writes to memory that nobody touched yet
-            jax.block_until_ready(side.layers)
-            start = time.perf_counter()
-            self._copy(side, units_LCU, 0, MODULES, pool)
-            jax.block_until_ready(side.layers)
-            self._bytes_per_s = self._block_bytes(MODULES) / (time.perf_counter() - start)
+        bucket, num_groups = self.buckets[:2][-1], len(self._firsts)
+        shape_LCU = self._geometry.num_layers, ROW_BLOCK, self._num_units
+        # From all over the pool, as the units of an adapter are.
+        units_LCU = np.arange(np.prod(shape_LCU), dtype=np.int32).reshape(shape_LCU)
+        units, start = self._put((units_LCU % (pool.size // self._geometry.unit), np.int32(0)))
+
+        def timed(program: Any, *args: Any) -> tuple[float, Any]:
+            begin = time.perf_counter()
+            result = jax.block_until_ready(program(*args))
+            return time.perf_counter() - begin, result
+
+        # Several, all kept: memory that was used before costs less than what the system has to give first.
+        made = [timed(self._programs.get("rows", bucket)) for _ in range(4)]
+        layers = made[0][1]
+        self._make_s_per_byte = max(seconds for seconds, _ in made[1:]) / _num_bytes(layers)
+        del made
+        for modules in self._copy_s:
+            program = self._programs.get("insert", bucket, modules)
+            for _ in range(2):  # the first time costs more than every other
+                seconds, layers = timed(program, layers, pool, units, self._firsts[0], start)
+            self._copy_s[modules] = seconds * num_groups
 
     def saw_step(self, seconds: float) -> None:
         """Tells how long a step of decodes took."""
         self._step_s = _KEEP * self._step_s + (1 - _KEEP) * seconds if self._step_s else seconds
 
-    def stage(self, active: list[Adapter], wanted: list[Adapter], pool: jax.Array, pages_of: PagesOf) -> None:
+    def stage(
+        self, active: list[Adapter], wanted: list[Adapter], pool: jax.Array, pages_of: PagesOf, *, spent_s: float = 0.0
+    ) -> None:
         """Copies some of what steps to come will need: as much as STAGE_SHARE of a step's time allows.
 
         Args:
             active: adapters of the running sequences.
             wanted: resident adapters of sequences that wait, the most urgent first; they fit beside the active ones.
+            spent_s: what else the coming step has to wait for, of the same share.
         """
         self._fresh = set()
         both = list(dict.fromkeys((*active, *wanted)))
         if not both:
             return
-        target, whole = self._now.rank_rows.target(both), STAGE_SHARE * self._step_s * self._bytes_per_s
-        budget = whole
+        target, whole_s = self._now.rank_rows.target(both), STAGE_SHARE * self._step_s
+        left_s = whole_s - spent_s
         side = self._now
         if target != self._now.rank_rows.bucket:
             if self._next is None or self._next.rank_rows.bucket != target:
@@ -193,29 +207,24 @@ class RowBuffers:
             while len(side.layers) < self._geometry.num_layers:
                 group = self._programs.get("rows", target)()
                 side.layers += group
-                budget -= sum(x.nbytes for x in jax.tree.leaves(group))
-                if budget <= 0:
+                left_s -= _num_bytes(group) * self._make_s_per_byte
+                if left_s <= 0:
                     return
         else:
             self._next = None
         side.rank_rows.place(both, both)
-        budget = max(budget, 1)
         fresh: set[Adapter] = set()
         for adapter in both:
-            while budget > 0 and (copies := side.rank_rows.take_copies(adapter, 1)):
+            while (left_s > 0 or not fresh) and (copies := side.rank_rows.take_copies(adapter, 1)):
                 fresh.add(adapter)
                 self._insert(side, copies[0], pool, pages_of)
-                budget -= self._block_bytes(_modules(adapter))
+                left_s -= self._copy_s[_modules(adapter)]
         if side is self._next and all(map(side.rank_rows.holds, both)):
             side.rank_rows.changed = True
             self._now, self._next = side, None
-        if budget < whole / 2:
+        if left_s < whole_s / 2:
             # This step is long as it is: who got his rows only now does not make it longer still by running in it.
             self._fresh = fresh.difference(active)
-
-    def _block_bytes(self, modules: tuple[str, ...]) -> int:
-        dims = sum(sum(self._geometry.module_dims(module)) for module in modules)
-        return dims * ROW_BLOCK * self._geometry.num_layers * self._geometry.storage_dtype.itemsize
 
     def _insert(self, side: _Side, copy: RowCopy, pool: jax.Array, pages_of: PagesOf) -> None:
         adapter, first_row, buffer_row = copy
@@ -234,6 +243,10 @@ class RowBuffers:
         for n, first in enumerate(self._firsts):
             where = slice(n * group, (n + 1) * group)
             side.layers[where] = program(side.layers[where], pool, units, first, start)
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def _modules(adapter: Adapter) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from multilora_jax.errors import AdapterError
 from multilora_jax.lora.deltas import AdapterDeltas, VocabDelta
 from multilora_jax.lora.layout import COMPUTE_DTYPES, NORMS, AdapterLayout, VocabLayout
+from multilora_jax.lora.pacing import pause_point
 from multilora_jax.memory.geometry import MODULES, PoolGeometry
 
 _BLOCK_ELEMENTS = 2**20
@@ -165,6 +166,7 @@ def pack(deltas: AdapterDeltas, geometry: PoolGeometry) -> PackedAdapter:
         length = part.rows_RN.shape[1]
         step = max(1, _BLOCK_ELEMENTS // length)
         for row in range(0, len(part.rows_RN), step):
+            pause_point()
             bits_RN = _bits(part.rows_RN[row : row + step], geometry, part.what)
             shards_RTKW = bits_RN.reshape(len(bits_RN), geometry.tp, -1, slots_STKW.shape[-1])
             units_UTW = shards_RTKW.transpose(0, 2, 1, 3).reshape(-1, geometry.tp, slots_STKW.shape[-1])

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.lora.adapter import Adapter, AdapterVersion
 from multilora_jax.lora.host_tier import HostTier
+from multilora_jax.lora.pacing import Pacer
 from multilora_jax.lora.weights import AdapterWeights
 
 _NICENESS = 7
@@ -86,6 +87,7 @@ class AdapterReader:
         builder: reads a folder.
         host: where the pages go.
         threads: most adapters read at the same time.
+        pacer: holds the threads to a share of the cores; None for no limit.
         throttle: seconds to wait before files of so many bytes are read, see SlowStorage; None for none.
     """
 
@@ -95,11 +97,13 @@ class AdapterReader:
         host: HostTier,
         *,
         threads: int = 8,
+        pacer: Pacer | None = None,
         throttle: Callable[[int], float] | None = None,
     ) -> None:
         self.host = host
         self._builder = builder
         self._max_threads = threads
+        self._paced = nullcontext if pacer is None else pacer.paced
         self._throttle = throttle
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
@@ -250,7 +254,8 @@ class AdapterReader:
             self._closed.wait(self._throttle(_folder_bytes(adapter.folder)))
             if self._closed.is_set():
                 raise _shutting_down()
-        version, pages = self._builder.read(adapter.folder, adapter.version)
+        with self._paced():
+            version, pages = self._builder.read(adapter.folder, adapter.version)
         if adapter.version is None:
             _accept(adapter, version, check)
         return pages

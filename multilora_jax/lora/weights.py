@@ -27,6 +27,7 @@ from multilora_jax.lora.arrays import ArraySource, check_forms, config_of
 from multilora_jax.lora.binding import Binding, bind
 from multilora_jax.lora.config import PeftConfig
 from multilora_jax.lora.folders import check_folder
+from multilora_jax.lora.pacing import pause_point
 from multilora_jax.lora.tensor_names import EMBED, FINAL_NORM, HEAD, INPUT_NORM, POST_NORM, Slot, TensorKind
 from multilora_jax.lora.vocabulary import VOCAB_PATHS, replaced_rows
 from multilora_jax.memory.geometry import MODULES
@@ -195,6 +196,7 @@ def _read(
     """The fields of AdapterWeights that hold arrays or scales; feeds the weights to `hasher`."""
     arrays: dict[Slot, np.ndarray] = {}
     for entry, array in source.read_all(hasher):
+        pause_point()
         if not np.isfinite(array).all():
             raise AdapterError(
                 f"tensor {entry.name!r} holds NaN or infinite values", reason="nan_weights", param="lora_path"

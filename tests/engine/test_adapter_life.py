@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from multilora_jax.errors import AdapterError, NotFoundError, UserError
+from multilora_jax.lora import pacing
 from multilora_jax.lora.reader import SlowStorage
 from multilora_jax.request import LoRARequest
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_adapter, run_all, tiny_engine, tokens_of
@@ -52,6 +55,22 @@ def test_registered_adapters_take_no_memory_until_they_are_used(engine, tmp_path
     run_all(engine, [Request(PROMPT, greedy(2), LoRARequest("a1", 1001))])
     assert engine.adapter_states() == {"a0": "registered", "a1": "resident", "a2": "registered"}
     assert engine.list_loras()[1].digest is not None
+
+
+def test_d17_reading_gives_way_to_the_running_sequences(engine, tmp_path, monkeypatch):
+    """The engine's own reader rests at every tensor and every part it packs, as long as sequences run."""
+    monkeypatch.setattr(pacing, "SLICE_S", 0.0)
+    monkeypatch.setattr(pacing, "SHARE", 0.999)
+    first, second = (make_adapter(tmp_path / f"a{i}", engine, 8, i) for i in range(2))
+    rests, sleep = [], time.sleep
+    monkeypatch.setattr(engine.adapters.reader._paced.__self__, "_sleep", lambda s: rests.append(s) or sleep(s))
+    engine.add_lora(first)
+    assert not rests
+    engine.add_request("stream", PROMPT, greedy(20))
+    engine.step()
+    engine.add_lora(second)
+    tensors = len(load_file(f"{second.lora_path}/adapter_model.safetensors"))
+    assert len(rests) == 2 * tensors
 
 
 def test_a_bad_registered_adapter_fails_its_own_requests_only(engine, tmp_path):

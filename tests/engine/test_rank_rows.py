@@ -85,7 +85,8 @@ def test_buckets():
     assert row_buckets(17) == [16, 24]
     assert row_buckets(65) == [16, 64, 72]
     assert row_buckets(512, fine=False) == [16, 64, 256, 512]
-    assert row_buckets(1024) == [16, 64, 128, 256, 512, 1024]
+    assert row_buckets(1024) == [16, 64, 128, 256, 512, 768, 1024]
+    assert row_buckets(1600) == [16, 64, 128, 256, 512, 768, 1024, 1536, 1600]
     assert all(size % ROW_BLOCK == 0 for n in range(1, 600) for size in row_buckets(n))
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from multilora_jax.engine.rank_rows import SHRINK_PATIENCE
 from multilora_jax.engine.row_buffers import STAGE_SHARE
 from multilora_jax.request import LoRARequest
-from tests.engine.row_watch import LARGE, PROMPT, Watch, allow, alone, as_new, block_bytes, three_sizes
+from tests.engine.row_watch import LARGE, PROMPT, Watch, allow, alone, as_new, take, three_sizes
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_adapter, run_all
 
 PEFT = "base_model.model.model."
@@ -143,12 +143,13 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
     rows.rank_rows.reset(64)
     rows._now.layers += rows._programs.get("rows", 64)()
     monkeypatch.setattr(rows, "_insert", lambda *args: copied.append(args))
-    monkeypatch.setattr(rows, "_bytes_per_s", block_bytes(engine) / STAGE_SHARE)  # a block in a step of a second
-    for seconds, blocks in ((0.0, 1), (2.0, 2), (0.5, 1)):
+    take(engine, monkeypatch, STAGE_SHARE)  # a block in a step of a second
+    for seconds, spent, blocks in ((0.0, 0.0, 1), (2.0, 0.0, 2), (3.0, 1.0, 2), (3.0, 4.0, 1), (0.5, 0.0, 1)):
         rows._step_s = 0.0
         rows.saw_step(seconds)
         copied.clear()
-        rows.stage([], adapters, engine.runner.pool, lambda adapter: [])
+        # What pages written before the step took is of the same share.
+        rows.stage([], adapters, engine.runner.pool, lambda adapter: [], spent_s=spent * STAGE_SHARE)
         assert len(copied) == blocks
     rows.saw_step(9.0)
     assert 0.5 < rows._step_s < 2  # one slow step says little
@@ -162,9 +163,10 @@ def test_speed_is_measured_without_touching_the_buffers(engine, tmp_path, monkey
     rows = engine.runner.rows
     assert rows._step_s > 0
     before = [np.asarray(layer.a_qkv) for layer in rows.layers]
-    monkeypatch.setattr(rows, "_bytes_per_s", 0.0)
+    take(engine, monkeypatch, 0.0)
     rows.time_copies(engine.runner.pool)
-    assert 1e5 < rows._bytes_per_s < 1e13
+    assert all(1e-7 < seconds < 10 for seconds in rows._copy_s.values())
+    assert 1e-13 < rows._make_s_per_byte < 1e-3
     for layer, a_qkv in zip(rows.layers, before, strict=True):
         np.testing.assert_array_equal(layer.a_qkv, a_qkv)
 
