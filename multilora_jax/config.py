@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_values import (
     check_range,
     default_of,
@@ -27,9 +28,6 @@ from multilora_jax.config_values import (
     typed_value,
 )
 from multilora_jax.errors import ConfigError
-
-POOL_SIZE_KEYS = ("pool_pages", "pool_memory_gib", "gpu_memory_utilization")
-"""At most one of these is given."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +172,10 @@ class EngineConfig:
     )
     prompt_lookup_max: int = field(default=4, metadata=key_info("Longest ending of a text looked for in it.", low=1))
     prompt_lookup_min: int = field(default=2, metadata=key_info("Shortest ending of a text looked for in it.", low=1))
+    async_scheduling: bool | None = field(
+        default=None,
+        metadata=key_info("Plan and launch each step before the one before is read; by default on accelerators only."),
+    )
     scheduler_policy: Literal["fcfs", "fair"] = field(
         default="fcfs",
         metadata=key_info("fcfs: first come, first served.", default_only=True),
@@ -208,46 +210,7 @@ class EngineConfig:
             value = typed_value(f.name, hints[f.name], getattr(self, f.name))
             check_range(f.name, value, f.metadata, default_of(f))
             object.__setattr__(self, f.name, value)
-        if self.quantization == "int4":
-            raise ConfigError(
-                "quantization int4 is not offered: 16 levels cost far more quality than int8, and products with them "
-                "are slower: use int8",
-                reason="bad_value", param="quantization",
-            )  # fmt: skip
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Rules over several keys."""
-        given = [key for key in POOL_SIZE_KEYS if getattr(self, key) is not None]
-        if len(given) > 1:
-            raise ConfigError(
-                f"give one pool size, not {len(given)}: {', '.join(given)}", reason="conflicting_keys", param=given[1]
-            )
-        if self.lora_modules and not self.enable_lora:
-            raise ConfigError(
-                "lora_modules names adapters but enable_lora is false: drop one of them",
-                reason="conflicting_keys", param="lora_modules",
-            )  # fmt: skip
-        if self.base_name in self.lora_modules:
-            raise ConfigError(
-                f"lora_modules: the name {self.base_name!r} is the base model's: rename the adapter or set "
-                "served_model_name",
-                reason="conflicting_keys", param="lora_modules",
-            )  # fmt: skip
-        if self.prompt_lookup_max < self.prompt_lookup_min:
-            raise ConfigError("prompt_lookup_max is below prompt_lookup_min: raise it", param="prompt_lookup_max")
-        if self.max_num_batched_tokens < self.prefill_block:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} does not hold one prefill_block of "
-                f"{self.prefill_block} tokens: raise the first or lower the second",
-                reason="conflicting_keys", param="max_num_batched_tokens",
-            )  # fmt: skip
-        if self.enable_lora and self.max_rank_rows < -(-self.max_lora_rank // 8) * 8:
-            raise ConfigError(
-                f"max_rank_rows {self.max_rank_rows} does not hold one adapter of max_lora_rank {self.max_lora_rank}: "
-                "raise the first or lower the second",
-                reason="conflicting_keys", param="max_rank_rows",
-            )  # fmt: skip
+        check_together(self)
 
     @property
     def base_name(self) -> str:

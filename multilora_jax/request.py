@@ -99,8 +99,9 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """One prompt under way: its tokens, its pages and its place in the queue.
 
-    `num_computed_tokens` counts the tokens whose K and V are in the pool. A sequence always needs the tokens from
-    there to the end of `token_ids` to be run; when that leaves one token the step treats it as a decode.
+    `num_computed_tokens` counts the tokens whose K and V are in the pool, or will be when the steps launched so far are
+    done. A sequence always needs the tokens from there to its end to be run; when that leaves one token the step treats
+    it as a decode. That token may be one that a launched step samples and nobody has read yet (`num_in_flight`).
 
     Attributes:
         request_id: unique among live requests.
@@ -117,6 +118,8 @@ class Sequence:
         sampling_state: what it asks to change in its logits (engine.sampling_state.SamplingState); None for nothing.
             Its next step needs the last token on the host.
         lookup: makes proposals for its next tokens (engine.prompt_lookup.PromptLookup); None for none.
+        num_in_flight: tokens sampled by launched steps that are not in `token_ids` yet.
+        sampled_row: row of the last launched step that sampled for it.
     """
 
     request_id: str
@@ -142,6 +145,8 @@ class Sequence:
     stop_reason: int | str | None = None
     sampling_state: Any = None
     lookup: Any = None
+    num_in_flight: int = 0
+    sampled_row: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -153,7 +158,12 @@ class Sequence:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that still have to be run before the next one can be sampled (1 while decoding)."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_in_flight - self.num_computed_tokens
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the token under way is its last one whatever it is."""
+        return self.num_in_flight > 0 and len(self.token_ids) + self.num_in_flight >= self.max_total_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

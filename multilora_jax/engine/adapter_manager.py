@@ -236,7 +236,7 @@ class AdapterManager:
                 known = isinstance(cause, UserError)
                 error = cause if known else UnavailableError(what, reason="adapter_unreadable")
                 self.transfers.forget(adapter)
-                for seq in self._scheduler.sequences_waiting_for(adapter):
+                for seq in [seq for seq in self._scheduler.waiting() if adapter in seq.adapters]:
                     failed.setdefault(seq.request_id, (seq, error))
         return list(failed.values())
 

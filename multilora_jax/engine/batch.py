@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from multilora_jax.engine.rank_rows import ROW_BLOCK
@@ -16,7 +17,9 @@ from multilora_jax.request import Sequence
 from pallas_kernels.paged_attention.xla import PAGE_CHUNK
 from pallas_kernels.segmented_lora.xla import ROW_CHUNK
 
-__all__ = ["BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pick_shape"]
+__all__ = [
+    "BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pack", "pick_shape",
+]  # fmt: skip
 
 
 MAX_TEMPERATURE = 1e30
@@ -144,7 +147,9 @@ def build_batch(
     for seq in step.decodes:
         rows.append((seq, row))
         position = seq.num_computed_tokens
-        for token in (seq.token_ids[position], *step.proposals.get(seq, ())):
+        known = position < seq.num_tokens  # else it is what the step before samples, which stays on the device
+        last = seq.token_ids[position] if known else -1 - seq.sampled_row
+        for token in (last, *step.proposals.get(seq, ())):
             tokens[row] = token
             positions[row] = position
             kv_slots[row] = seq.page_ids[position // S] * S + position % S
@@ -181,6 +186,11 @@ def build_batch(
         batch.row_chunks.index_C[: len(owned)] = owned  # pyright: ignore[reportIndexIssue]
         batch.row_chunks.count = np.int32(len(owned))  # pyright: ignore[reportAttributeAccessIssue]
     return BuiltBatch(batch, shape, rows, chunks)
+
+
+def pack(batch: ForwardBatch) -> np.ndarray:
+    """Every array of a host batch in one int32[N], so that a step is one transfer; `models.batch.unpack` undoes it."""
+    return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(batch)])
 
 
 def _mix_row(batch: ForwardBatch, rows: slice, seq: Sequence, slot_of: Callable[[Any], int]) -> None:

@@ -21,6 +21,7 @@ from multilora_jax.engine.output import RequestState
 from multilora_jax.engine.sampling_plans import SamplingPlans
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.start import load_model
+from multilora_jax.engine.step_results import LaunchedStep, StepResults
 from multilora_jax.errors import UnavailableError
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.cache import AdapterCache
@@ -75,6 +76,12 @@ class LLMEngine:
         self.plans = SamplingPlans(self.config, self.model_config, self.adapters.text, self.max_model_len)
         self._seeds = np.random.default_rng(config.seed)
         self._stats = EngineStats()
+        self._results = StepResults(
+            self.runner, self.scheduler, self.adapters, self._requests, self._stats, self._books
+        )
+        self._launched: LaunchedStep | None = None
+        on_cpu, ahead = self.runner.on_cpu, config.async_scheduling
+        self._runs_ahead = not on_cpu if ahead is None else ahead
         self._failure: BaseException | None = None
         self._compiled_at_warm_up = 0
 
@@ -233,6 +240,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs, cumulative, of the requests that got a token or ended.
 
+        Where steps run ahead (`async_scheduling`) the next one is on its way when this returns.
+
         Raises:
             UnavailableError: an earlier step failed (`engine_failed`), which may have left the pool half written.
         """
@@ -252,6 +261,21 @@ class LLMEngine:
             )
 
     def _step(self) -> list[RequestOutput]:
+        outputs = self._launch() if self._launched is None else []
+        step, self._launched = self._launched, None
+        if step is None:
+            if not outputs and (self.scheduler.waits_for_loads or self.adapters.has_transfers):
+                self.adapters.reader.wait(_LOAD_WAIT_S)  # whatever there is to do waits for an adapter's files
+            return outputs
+        if self._runs_ahead and not self._results.must_be_read(step):
+            outputs += self._launch()
+        outputs += self._results.read(step)
+        if self._launched is not None and not self._results.concerns_anybody(self._launched):
+            self._launched = None
+        return outputs
+
+    def _launch(self) -> list[RequestOutput]:
+        """Plans a step and puts it on its way, if there is one; the outputs of requests that failed before it."""
         start = time.perf_counter()
         with self._books:
             failed = self._fail_sequences()
@@ -260,47 +284,8 @@ class LLMEngine:
                 self.runner.stage(*self.adapters.transfers.to_stage(), self.cache.pages_of)
             plan = self.scheduler.schedule()
             if plan is not None:
-                built, output = self.runner.execute(plan, self.cache.pages_of)
-        if plan is None:
-            if not failed and (self.scheduler.waits_for_loads or self.adapters.has_transfers):
-                self.adapters.reader.wait(_LOAD_WAIT_S)  # whatever there is to do waits for an adapter's files
-            return failed
-        wants = any(self._requests[s.request_id].wants_prompt_logprobs for s, _, _ in built.chunks)
-        hidden = np.asarray(output.hidden) if wants else None
-        tokens = np.asarray(output.token_S)
-        logprobs = None
-        if any(seq.params.logprobs is not None for seq, _ in built.rows):
-            arrays = (output.logprob_S, output.rank_S, output.top_ids_SK, output.top_logprobs_SK)
-            logprobs = [np.asarray(a) for a in arrays]
-        now = time.monotonic()
-        with self._books:
-            for seq in plan.decodes:
-                seq.num_computed_tokens += 1
-            for seq, first, count in built.chunks:
-                if hidden is not None and self._requests[seq.request_id].wants_prompt_logprobs:
-                    self._take_prompt_logprobs(seq, hidden, first, count)
-                seq.num_computed_tokens += count
-            outputs = failed
-            for seq, row in built.rows:
-                state = self._requests[seq.request_id]
-                if seq.first_token_time is None and not seq.index:  # the prompt counts once, here
-                    self._stats.prompt_tokens += seq.num_prompt_tokens
-                proposed, kept = plan.proposals.get(seq, []), 0
-                for kept, token in enumerate(tokens[row : row + 1 + len(proposed)].tolist()):
-                    state.append(token, now, None if logprobs is None else [a[row + kept] for a in logprobs])
-                    if state.finish_reason is not None or token not in proposed[kept : kept + 1]:
-                        break
-                seq.num_computed_tokens += kept
-                self._stats.add_tokens(seq, len(proposed), kept)
-                if state.finish_reason is not None:
-                    self.scheduler.finish(seq, state.finish_reason)
-                    del self._requests[seq.request_id]
-                    self.adapters.leave(seq)
-                outputs.append(state.output(now))
-        self._stats.add_step(seconds := time.perf_counter() - start)
-        if not plan.prefills:
-            self.runner.rows.saw_step(seconds)
-        return outputs
+                self._launched = LaunchedStep(plan, *self.runner.execute(plan, self.cache.pages_of), start)
+        return failed
 
     def _fail_sequences(self) -> list[RequestOutput]:
         """Ends the requests whose adapter could not be read again."""
@@ -312,14 +297,6 @@ class LLMEngine:
             state.fail(error)
             outputs.append(state.output(time.monotonic()))
         return outputs
-
-    def _take_prompt_logprobs(self, seq: Sequence, hidden: np.ndarray, first: int, count: int) -> None:
-        """Records ln p of the prompt tokens that follow a chunk's positions and are not recorded yet."""
-        state, begin = self._requests[seq.request_id], seq.num_computed_tokens + 1
-        begin, end = max(begin, len(state.prompt_logprobs or ())), min(begin + count, seq.num_prompt_tokens)
-        if begin < end:
-            offset = first + begin - 1 - seq.num_computed_tokens
-            state.add_prompt_logprobs(self.runner.prompt_logprobs(seq, hidden, offset, seq.token_ids[begin:end]), begin)
 
     # Start and figures
 

@@ -15,7 +15,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from multilora_jax.engine.batch import BatchShape, BuiltBatch, batch_shapes, build_batch, empty_batch, table_width
+from multilora_jax.engine.batch import (
+    BatchShape,
+    BuiltBatch,
+    batch_shapes,
+    build_batch,
+    empty_batch,
+    pack,
+    table_width,
+)
 from multilora_jax.engine.edits import build_edits, empty_edits
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.programs import Programs
@@ -29,7 +37,7 @@ from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
 from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingEdits, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
-from multilora_jax.models.llama import Llama, vocab_inputs
+from multilora_jax.models.llama import Llama
 from multilora_jax.models.rows import attention_rows
 from multilora_jax.models.sampler import StepOutput
 from multilora_jax.request import Sequence
@@ -62,7 +70,9 @@ class ModelRunner:
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
         buckets = row_buckets(max_rank_rows, fine=self.on_cpu) if max_rank_rows else []
-        self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)))
+        max_rows = max(shape.num_rows for shape in self.shapes)
+        self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)), max_rows)
+        self._sampled_S = self._put(np.zeros(max_rows, np.int32))
         self.loaded_bytes = 0
         self._write_s = self._written_s = 0.0
         self._no_edits: dict[int, SamplingEdits] = {}
@@ -142,11 +152,12 @@ class ModelRunner:
         buffers: list[Any] = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
         tables = HostTables.empty(self.spec.config.num_layers, rows)
         for shape in self.plain_shapes(rows):
-            batch = self._put(empty_batch(shape, self.spec.prefill_block, self.width, num_slots(rows)))
+            flat_N, lora = pack(empty_batch(shape, self.spec.prefill_block, self.width, num_slots(rows))), None
             if rows:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
-                batch.lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
-            x, inputs = self.programs.get("begin", shape, rows, False)(self.params["top"], batch, None)
+                lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
+            arguments = self.params["top"], self._put(flat_N), self._sampled_S, lora, None
+            x, inputs, *_ = self.programs.get("begin", shape, rows, False)(*arguments)
             for reach in self._plain(rows):
                 part = list(map(attention_rows, buffers)) if rows and reach is Reach.ATTENTION else buffers
                 layers = self.programs.get("layers", shape, rows, reach)
@@ -234,20 +245,25 @@ class ModelRunner:
         reach: Reach,
         make_edits: Callable[[], SamplingEdits | None],
     ) -> StepOutput:
-        batch, extended = self._put(batch), reach is Reach.EXTENDED
+        flat_N, lora, extended = self._put(pack(batch)), None, reach is Reach.EXTENDED
         if rows and self.rows.tables is not None:
-            batch.lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
-        top, programs, vocab = self.params["top"], self.programs, vocab_inputs(self.pool, batch)
-        x, inputs = programs.get("begin", shape, rows, extended)(top, batch, vocab)
+            lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
+        top, programs, pool = self.params["top"], self.programs, self.pool if extended else None
+        begin = programs.get("begin", shape, rows, extended)
+        x, inputs, sampling, mix_SX = begin(top, flat_N, self._sampled_S, lora, pool)
         layers = programs.get("layers", shape, rows, reach)
         buffers = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
         for weights, where, first in self._groups:
             x, self.pool = layers(weights, buffers[where], self.pool, first, x, inputs)
         edits = make_edits()  # worked out while the device runs the layers
-        arguments = top, x, batch.sampling, vocab_inputs(self.pool, batch)
+        extra = lora and lora.extra
+        arguments = top, x, sampling, extra and VocabInputs(self.pool, extra.vocab, mix_SX)
         if edits is None:
-            return programs.get("finish", shape, extended)(*arguments)
-        return programs.get("finish_edited", shape, extended)(*arguments, self._put_edits(edits))
+            output = programs.get("finish", shape, extended)(*arguments)
+        else:
+            output = programs.get("finish_edited", shape, extended)(*arguments, self._put_edits(edits))
+        self._sampled_S = output.token_S
+        return output
 
     def _put_edits(self, edits: SamplingEdits) -> SamplingEdits:
         """Edits on the device; of masks and entries, what this step has none of is there already."""

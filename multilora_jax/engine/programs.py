@@ -36,6 +36,8 @@ from multilora_jax.models.batch import (
     SamplingBatch,
     SamplingEdits,
     VocabInputs,
+    unpack,
+    with_sampled,
 )
 from multilora_jax.models.edits import edit_logits
 from multilora_jax.models.layers import LlamaSpec
@@ -73,15 +75,46 @@ def finish(
     edits: SamplingEdits | None = None,
     *,
     spec: LlamaSpec,
+    max_rows: int,
 ) -> StepOutput:
-    """Last norm, head and sampling of the rows that sample."""
+    """Last norm, head and sampling of the rows that sample; the tokens are padded to `max_rows`."""
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
     logits_SV = mask_vocabulary(logits_SV, sampling.vocab_S)
     columns = spec.features_first and edits is None
     token_S = sample(logits_SV if edits is None else edit_logits(logits_SV, edits), sampling, columns=columns)
     wanted = jnp.any(sampling.num_logprobs_S >= 0)
-    return StepOutput(token_S, *token_logprobs(logits_SV, token_S, wanted, columns=columns), hidden)
+    logprobs = token_logprobs(logits_SV, token_S, wanted, columns=columns)
+    return StepOutput(jnp.pad(token_S, (0, max_rows - len(token_S))), *logprobs, hidden)
+
+
+def start_step(
+    top: dict[str, jax.Array],
+    flat_N: jax.Array,
+    sampled_S: jax.Array,
+    lora: LoRARows | None,
+    pool: jax.Array | None,
+    *,
+    spec: LlamaSpec,
+    like: ForwardBatch,
+) -> tuple[jax.Array, LayerInputs, SamplingBatch, jax.Array | None]:
+    """`begin` from a packed batch.
+
+    Args:
+        top, spec: see begin.
+        flat_N: see unpack.
+        sampled_S: StepOutput.token_S of the step before.
+        lora: of the step, without layers.
+        pool: of extended steps, else None.
+        like: shapes and types of the batch.
+
+    Returns:
+        (x, inputs) of begin, then what `finish` needs of the batch: `sampling`, and of an extended step `mix_SX`.
+    """
+    batch = replace(with_sampled(unpack(flat_N, like), sampled_S), lora=lora)
+    vocab = None if pool is None else vocab_inputs(pool, batch)
+    x, inputs = begin(top, batch, vocab, spec=spec)
+    return x, inputs, batch.sampling, None if vocab is None else vocab.mix_SX
 
 
 def block_logprobs(
@@ -113,7 +146,8 @@ class Programs:
         params: Llama.params(), for their shapes.
         pool: the pool, for its shape.
         table_width: pages of a page table.
-        max_rows: the most rank rows of a step.
+        max_rank_rows: the most rank rows of a step.
+        max_rows: the most rows of a step.
 
     Attributes:
         num_compilations: programs compiled, or loaded from the persistent cache, so far.
@@ -121,7 +155,14 @@ class Programs:
     """
 
     def __init__(
-        self, spec: LlamaSpec, mesh: Mesh, params: dict[str, Any], pool: jax.Array, table_width: int, max_rows: int
+        self,
+        spec: LlamaSpec,
+        mesh: Mesh,
+        params: dict[str, Any],
+        pool: jax.Array,
+        table_width: int,
+        max_rank_rows: int,
+        max_rows: int,
     ):
         self.spec = spec
         self.mesh = mesh
@@ -131,6 +172,7 @@ class Programs:
         self._specs = param_specs(spec)
         self._pool: Any = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
         self._table_width = table_width
+        self._max_rank_rows = max_rank_rows
         self._max_rows = max_rows
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
@@ -171,11 +213,19 @@ class Programs:
         return batch
 
     def _begin(self, shape: BatchShape, rows: int, extended: bool) -> Any:
+        fn, arguments = self._start(shape, rows, extended, self.spec)
+        fn = self._jit(fn, (self._specs["top"], P(), P(), P(), POOL_SPEC if extended else None), P())
+        return fn.lower(*arguments)
+
+    def _start(self, shape: BatchShape, rows: int, extended: bool, spec: LlamaSpec) -> tuple[Any, tuple[Any, ...]]:
+        """`start_step` of a shape, and its arguments."""
         batch = self._batch(shape, rows, extended)
-        fn = self._jit(
-            functools.partial(begin, spec=self.spec), (self._specs["top"], P(), self._vocab_specs(extended)), P()
-        )
-        return fn.lower(self._params["top"], batch, vocab_inputs(self._pool, batch))
+        like = replace(batch, lora=None)
+        size = sum(leaf.size for leaf in jax.tree.leaves(like))
+        flat_N, sampled_S = self.abstract((np.zeros(size, np.int32), np.zeros(self._max_rows, np.int32)))
+        pool = self._pool if extended else None
+        fn = functools.partial(start_step, spec=spec, like=like)
+        return fn, (self._params["top"], flat_N, sampled_S, batch.lora, pool)
 
     @staticmethod
     def _vocab_specs(extended: bool) -> Any:
@@ -185,9 +235,9 @@ class Programs:
     def _layers(self, shape: BatchShape, rows: int, reach: Reach) -> Any:
         n, layers, extended = self.group, self._params["layers"], reach is Reach.EXTENDED
         strip = attention_rows if reach is Reach.ATTENTION else lambda rows: rows
-        local = functools.partial(begin, spec=replace(self.spec, axis_name=None))
-        # What adapters do to the embedding changes no shape.
-        x, inputs = self.abstract(jax.eval_shape(local, self._params["top"], self._batch(shape, rows, extended), None))
+        fn, arguments = self._start(shape, rows, extended, replace(self.spec, axis_name=None))
+        # Without the pool: what adapters do to the embedding changes no shape.
+        x, inputs, *_ = self.abstract(jax.eval_shape(fn, *arguments[:-1], None))
         row_buffers = list(map(strip, self._row_buffers(rows))) if rows else [None] * n
         row_specs = [strip(LAYER_ROWS_SPEC) if rows else None] * n
         fn = self._jit(
@@ -204,9 +254,9 @@ class Programs:
     def _finish(self, shape: BatchShape, extended: bool, edits: tuple[SamplingEdits, ...] = ()) -> Any:
         tokens, width = shape.num_tokens(self.spec.prefill_block), self.spec.config.hidden_size
         x = np.zeros((width, tokens) if self.spec.features_first else (tokens, width), np.float32)
-        batch = self._batch(shape, self._max_rows if extended else 0, extended)
+        batch = self._batch(shape, self._max_rank_rows if extended else 0, extended)
         specs = (self._specs["top"], P(), P(), self._vocab_specs(extended), *(P() for _ in edits))
-        fn = self._jit(functools.partial(finish, spec=self.spec), specs, P())
+        fn = self._jit(functools.partial(finish, spec=self.spec, max_rows=self._max_rows), specs, P())
         return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch), *edits)
 
     def _insert(self, rows: int, modules: tuple[str, ...]) -> Any:
@@ -236,7 +286,7 @@ class Programs:
         width, block = self.spec.config.hidden_size, self.spec.prefill_block
         hidden = np.zeros((width, block) if self.spec.features_first else (block, width), self.spec.dtype)
         # One row for each position.
-        batch = self._batch(BatchShape(0, block), self._max_rows if extended else 0, extended)
+        batch = self._batch(BatchShape(0, block), self._max_rank_rows if extended else 0, extended)
         specs = (self._specs["top"], P(), P(), P(), self._vocab_specs(extended))
         fn = self._jit(functools.partial(block_logprobs, spec=self.spec), specs, P())
         arrays = self.abstract((hidden, np.zeros(block, np.int32), np.zeros(block, np.int32)))

@@ -90,23 +90,21 @@ class Scheduler:
     @property
     def num_free_seats(self) -> int:
         """Sequences that may start beside the running ones."""
-        return self.config.max_num_seqs - len(self._running)
+        return self.config.max_num_seqs - len(self._running) + self._num_ending()
+
+    def _num_ending(self) -> int:
+        """Running sequences that need no further step, though the token that ends them is not read yet."""
+        return sum(entry.seq.ends_in_flight for entry in self._running.values())
 
     def seats_within(self, num_steps: int) -> int:
         """Seats that are free or will be in so many steps at the latest, a stop before max_tokens not counted."""
-        ending = sum(e.seq.max_total_tokens - e.seq.num_tokens <= num_steps for e in self._running.values())
-        return self.num_free_seats + ending
+        seqs = [entry.seq for entry in self._running.values()]
+        soon = sum(s.max_total_tokens - s.num_tokens <= num_steps for s in seqs if not s.ends_in_flight)
+        return self.num_free_seats + soon
 
-    def has_unfinished(self) -> bool:
-        return bool(self._live)
-
-    def waiting(self, limit: int) -> Iterator[Sequence]:
-        """The first `limit` waiting sequences, in order; the queue must not change meanwhile."""
+    def waiting(self, limit: int | None = None) -> Iterator[Sequence]:
+        """The first `limit` waiting sequences, or all, in order; the queue must not change meanwhile."""
         return self._waiting.sequences(limit)
-
-    def sequences_waiting_for(self, adapter: CacheableAdapter) -> list[Sequence]:
-        """Waiting sequences that name the adapter, in the order of the queue."""
-        return [seq for seq in self._waiting.sequences() if adapter in seq.adapters]
 
     def could_run(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could start now, beside the running ones, if its adapters were there."""
@@ -135,10 +133,6 @@ class Scheduler:
         """Raise AdapterError if no step could ever hold the adapter."""
         self._limits.check_adapter(adapter)
 
-    def check_fits(self, seq: Sequence) -> None:
-        """Raise UserError, with the numbers, if the sequence could not run to its end even alone in the pool."""
-        self._limits.check_fits(seq)
-
     def check_pin(self, adapter: CacheableAdapter) -> None:
         """Raise UserError (`pin_limit`) if a live sequence could not run to its end beside the adapter, pinned."""
         self._limits.check_pin(adapter, (entry.seq for entry in self._live.values()))
@@ -150,14 +144,15 @@ class Scheduler:
             leader: a live sequence with the same prompt: this one waits until it is computed, and takes its pages.
 
         Raises:
-            UserError: it can never fit (see check_fits), or a live request has its id; nothing was changed.
+            UserError: it could not run to its end even alone in the pool, or a live request has its id; nothing was
+                changed.
         """
         if seq.request_id in self._live:
             raise UserError(
                 f"request id {seq.request_id!r} is in use by a live request: choose another",
                 reason="duplicate_request_id", param="request_id",
             )  # fmt: skip
-        self.check_fits(seq)
+        self._limits.check_fits(seq)
         entry = Entry(seq, self._next_order)
         self._next_order += 1
         self._live[seq.request_id] = entry
@@ -168,10 +163,9 @@ class Scheduler:
     def abort(self, request_id: str) -> Sequence | None:
         """End a waiting or running sequence with reason ABORT; None for an id that is not live."""
         entry = self._live.get(request_id)
-        if entry is None:
-            return None
-        self.finish(entry.seq, FinishReason.ABORT)
-        return entry.seq
+        if entry is not None:
+            self.finish(entry.seq, FinishReason.ABORT)
+        return entry and entry.seq
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a live sequence: its pages come free and its adapters lose a reference each.
@@ -211,7 +205,8 @@ class Scheduler:
             self._admit(step, blocks_left)
         if not step.decodes and not step.prefills:
             # One that stalls may displace others: unless it gets its way before the next call, pages are lost.
-            if self._live and not self.waits_for_loads and (self._stalled is None or self._stalled is stalled):
+            done = self._stalled is None or self._stalled is stalled
+            if self._live and done and not self.waits_for_loads and not self._num_ending():
                 raise PoolIntegrityError(
                     f"{len(self._waiting)} waiting sequences and nothing to run; {self._allocator.num_free} free and "
                     f"{self._cache.order.num_pages} evictable of {self._allocator.num_total} pages"
@@ -247,7 +242,9 @@ class Scheduler:
             if not entry.running:
                 break  # preempted by an older one just now, and so were all behind it
             seq = entry.seq
-            pending = len(seq.token_ids) - seq.num_computed_tokens
+            pending = seq.num_pending_tokens
+            if seq.ends_in_flight:
+                continue
             if pending < 1:
                 raise PoolIntegrityError(f"request {seq.request_id!r} runs but has no token to compute")
             num_tokens = 1 if pending == 1 else min(pending, blocks_left * block)
@@ -260,8 +257,11 @@ class Scheduler:
         return blocks_left
 
     def _grow(self, entry: Entry, num_tokens: int, step: ScheduledStep) -> bool:
-        """Get pages, preempting the newest while there are none; False if that was the sequence itself."""
+        """Get pages, preempting the newest while there are none; False if that was the sequence itself, or if some are
+        about to come free: then it sits this step out."""
         while not self._kv.allocate_for(entry.seq, num_tokens):
+            if self._num_ending():
+                return False
             victim = self._running[next(reversed(self._running))]
             self._stop_running(victim)
             victim.seq.num_computed_tokens = 0
@@ -281,7 +281,7 @@ class Scheduler:
         protect: tuple[Any, ...] = ()  # adapters of the oldest sequence that was passed over
         absent: Entry | None = None
         passed = admitted = 0
-        limit = config.max_num_seqs - len(self._running)
+        limit = self.num_free_seats
         max_overtakes, coming = config.max_overtakes, Obstacle.COMING
         short_of_kv = False
         while passed < len(waiting) and passed < config.max_scan and blocks_left and admitted < limit:

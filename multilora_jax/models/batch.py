@@ -7,9 +7,12 @@ table and may sample one token. Padding tokens have position 0, write to page 0 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +136,7 @@ class RowChunks:
 class ForwardBatch:
     """Everything one step reads besides parameters and pool."""
 
-    token_ids_T: jax.Array  # int32[T]
+    token_ids_T: jax.Array  # int32[T]; -1 - s is what row s of the step before sampled
     positions_T: jax.Array  # int32[T]
     slots_T: jax.Array  # int32[T], page * page_tokens + offset of the token's K and V
     table_SP: jax.Array  # int32[S, pages], page table of each row
@@ -143,6 +146,31 @@ class ForwardBatch:
     mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: no adapter in this step
     row_chunks: RowChunks | None  # rank rows that the prefill blocks need; None: few enough to take all
     lora: LoRARows | None  # None likewise
+
+
+def unpack(flat_N: jax.Array, like: ForwardBatch) -> ForwardBatch:
+    """The arrays of a batch out of one int32[N], in which they lie one after another, 32 bits per element.
+
+    Args:
+        flat_N: from `engine.batch.pack`.
+        like: anything with the shapes and types of the batch.
+    """
+    leaves, tree = jax.tree.flatten(like)
+    arrays: list[Any] = []
+    start = 0
+    for leaf in leaves:
+        end = start + math.prod(leaf.shape)
+        part = flat_N[start:end].reshape(leaf.shape)
+        arrays.append(part if leaf.dtype == jnp.int32 else jax.lax.bitcast_convert_type(part, leaf.dtype))
+        start = end
+    return jax.tree.unflatten(tree, arrays)
+
+
+def with_sampled(batch: ForwardBatch, sampled_S: jax.Array) -> ForwardBatch:
+    """The batch with the tokens that the step before sampled (int32[S], at least its rows) in their places."""
+    ids_T = batch.token_ids_T
+    before_T = jnp.take(sampled_S, jnp.clip(-1 - ids_T, 0, len(sampled_S) - 1))
+    return replace(batch, token_ids_T=jnp.where(ids_T < 0, before_T, ids_T))
 
 
 @jax.tree_util.register_dataclass

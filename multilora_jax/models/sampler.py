@@ -28,7 +28,7 @@ NUM_TOP = 20
 class StepOutput:
     """What a step gives back for each of its S rows."""
 
-    token_S: jax.Array  # int32[S], the sampled token
+    token_S: jax.Array  # int32[S], the sampled token; as many rows as the largest step has
     logprob_S: jax.Array  # float32[S], ln p of that token before temperature; 0 where no row asked
     rank_S: jax.Array  # int32[S], 1 for the most likely token
     top_ids_SK: jax.Array  # int32[S, NUM_TOP], most likely tokens

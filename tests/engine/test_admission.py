@@ -49,7 +49,7 @@ def test_mix_that_no_step_could_hold_is_refused_with_the_numbers():
     with pytest.raises(UserError, match="names an adapter twice") as caught:
         bench.add("twice", adapter=(a, a))
     assert caught.value.reason == "duplicate_adapter"
-    assert not bench.scheduler.has_unfinished()
+    assert not bench.scheduler._live
     bench.add("three", adapter=(a, b, c))
     bench.drain()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from multilora_jax.engine.batch import BatchShape, empty_batch
+from multilora_jax.engine.batch import BatchShape, empty_batch, pack
 from multilora_jax.engine.programs import MAX_CPU_GROUP, Programs, layer_group
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import POOL_SPEC
@@ -37,7 +37,7 @@ def make_programs(mesh, dtype, num_pages):
     shape = (2, num_pages, geometry.page_elements)
     pool: Any = jax.ShapeDtypeStruct(shape, geometry.storage_dtype, sharding=NamedSharding(mesh, POOL_SPEC))
     params = load_llama(spec, 64, mesh, None).params()
-    return Programs(spec, mesh, params, pool, WIDTH, ROWS), num_pages * geometry.page_bytes
+    return Programs(spec, mesh, params, pool, WIDTH, ROWS, SHAPE.num_rows), num_pages * geometry.page_bytes
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -99,10 +99,11 @@ def test_a_shape_that_was_not_foreseen_is_an_error(mesh):
     programs, _ = make_programs(mesh, "float32", 8)
     begin = programs.get("begin", SHAPE, 0, False)
     top = programs._params["top"]
-    x, _ = begin(top, empty_batch(SHAPE, BLOCK, WIDTH), None)
+    sampled_S = np.zeros(SHAPE.num_rows, np.int32)
+    x, *_ = begin(top, pack(empty_batch(SHAPE, BLOCK, WIDTH)), sampled_S, None, None)
     assert x.shape == (64, 36)
     with pytest.raises(TypeError):
-        begin(top, empty_batch(BatchShape(2, 5), BLOCK, WIDTH), None)
+        begin(top, pack(empty_batch(BatchShape(2, 5), BLOCK, WIDTH)), sampled_S, None, None)
 
 
 def test_layers_are_grouped_by_a_divisor_on_cpus():

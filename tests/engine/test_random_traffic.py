@@ -46,10 +46,13 @@ def jobs(loras):
     return found
 
 
-@pytest.fixture(scope="module")
-def engine(loras):
+@pytest.fixture(scope="module", params=[False, True], ids=["read first", "run ahead"])
+def engine(loras, request):
     """96 pages, six sequences, two sizes of row buffers; the adapters take six pages each on average."""
-    engine = tiny_engine(pool_pages=POOL_PAGES, max_num_seqs=6, max_rank_rows=64, max_lora_rank=16, narrow=False)
+    engine = tiny_engine(
+        pool_pages=POOL_PAGES, max_num_seqs=6, max_rank_rows=64, max_lora_rank=16, narrow=False,
+        async_scheduling=request.param,
+    )  # fmt: skip
     engine.runner.shapes = [engine.runner.shapes[1], engine.runner.shapes[-1]]
     for lora in loras:
         engine.add_lora(lora)

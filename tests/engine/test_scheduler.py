@@ -12,7 +12,7 @@ from tests.engine.scheduler_bench import CONFIG, Bench, FakeAdapter, ids, ran
 def test_nothing_to_do_is_none():
     bench = Bench()
     assert bench.scheduler.schedule() is None
-    assert not bench.scheduler.has_unfinished()
+    assert not bench.scheduler._live
 
 
 def test_prompt_runs_in_chunks_of_whole_blocks_then_decodes():
@@ -140,7 +140,7 @@ def test_d15_more_adapters_than_slots_all_finish_within_the_cap(changes: dict[st
     for i in range(28):
         bench.add(str(i), prompt=1 + i % 11, output=1 + i % 5, adapter=[*adapters, None][i % 7])
     used: set[str] = set()
-    while bench.scheduler.has_unfinished():
+    while bench.scheduler._live:
         step = bench.step()
         assert len(step.adapters) <= cap
         assert len(bench.scheduler.active.users) <= cap
@@ -194,7 +194,7 @@ def test_d16_overtaking_is_bounded(max_overtakes: int):
     for i in range(20):
         bench.add(f"later-{i}", output=2, adapter=a)
     started: list[str] = []
-    while bench.scheduler.has_unfinished():
+    while bench.scheduler._live:
         started += ids(seq for seq, _ in bench.step().prefills)
     assert started.index("blocked") == max_overtakes
     assert len(started) == 21

@@ -41,12 +41,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_rank_rows=st.integers(2, 8).map(lambda n: 8 * n), max_adapter_pages=st.sampled_from([None, 5, 8]),
         max_overtakes=st.integers(0, 4), max_scan=st.integers(1, 8), policy=st.sampled_from(["lru", "fifo"]),
         pages_per_step=st.integers(1, 4), prefetch=st.booleans(), lookahead=st.integers(1, 8),
-        max_reads=st.integers(1, 4), delay=st.integers(0, 3), caching=st.booleans(),
+        max_reads=st.integers(1, 4), delay=st.integers(0, 3), caching=st.booleans(), runs_ahead=st.booleans(),
     )  # fmt: skip
-    def start(self, blocks: int, prefill_block: int, **options: Any) -> None:
+    def start(self, blocks: int, prefill_block: int, runs_ahead: bool, **options: Any) -> None:
         self.bench = Bench(
             prefill_block=prefill_block, max_num_batched_tokens=blocks * prefill_block + prefill_block // 2, **options
         )
+        self.bench.runs_ahead = runs_ahead
         self.blocks = blocks
         self.cache, self.scheduler = self.bench.cache, self.bench.scheduler
         self.versions = 0
@@ -139,16 +140,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.bench.source.due.pop(adapter, None)
         self.bench.transfers.forget(adapter)
-        for seq in self.scheduler.sequences_waiting_for(adapter):
+        for seq in [seq for seq in self.scheduler.waiting() if adapter in seq.adapters]:
             self.scheduler.finish(seq, FinishReason.ERROR)
             self.leave(seq)
         self.scheduler.check_integrity()
 
-    @precondition(lambda self: self.scheduler.has_unfinished())
+    @precondition(lambda self: self.scheduler._live)
     @rule(rounds=st.integers(1, 6))
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
-            if self.scheduler.has_unfinished():
+            if self.scheduler._live:
                 self.one_round()
 
     def leave(self, seq: Sequence) -> None:
@@ -169,14 +170,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is None:
-            assert not self.running
-            return
-        self.follow(step, only_loading)
-        assert held <= self.waiting.keys()
-        assert oldest is None or oldest in step.decodes or oldest in [seq for seq, _ in step.prefills]
-        self.check_step(step)
-        bench.run(step)
-        for seq in [seq for seq in self.running if seq.finished]:
+            assert not self.running or any(seq.ends_in_flight for seq in self.running)
+            bench.settle()
+        else:
+            self.follow(step, only_loading)
+            assert held <= self.waiting.keys()
+            oldest_runs = oldest in step.decodes or oldest in [seq for seq, _ in step.prefills]
+            ending = any(seq.ends_in_flight for seq in self.running)
+            assert oldest is None or oldest_runs or ending
+            self.check_step(step)
+            bench.run(step)
+        # One that was preempted with a token under way may end with it while it waits.
+        for seq in [seq for seq in (*self.running, *self.waiting.values()) if seq.finished]:
             self.leave(seq)
         for name, sequences in list(self.families.items()):
             if all(seq.finished for seq in sequences):
@@ -232,7 +237,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.running == self.scheduler_running()
         assert self.scheduler.num_waiting == len(self.waiting)
         assert set(sequences) <= set(self.running)
-        assert {seq for seq in self.running if seq.num_pending_tokens == 1} == set(step.decodes)
+        live = [seq for seq in self.running if not seq.ends_in_flight]
+        assert len(live) <= config.max_num_seqs
+        decoding = {seq for seq in live if seq.num_pending_tokens == 1}
+        # One that lacks a page waits for those that end in this moment.
+        assert decoding == set(step.decodes) or (decoding > set(step.decodes) and len(live) < len(self.running))
         assert sum(-(-n // config.prefill_block) for _, n in step.prefills) <= self.blocks
         for seq, n in step.prefills:
             assert seq.num_pending_tokens > 1
@@ -262,10 +271,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = [*self.running, *self.waiting.values()]
         load_rounds = sum(adapter.num_pages + self.bench.source.delay + 2 for seq in live for adapter in seq.adapters)
         rounds_allowed = sum(seq.max_total_tokens for seq in live) + 4 * load_rounds
-        while self.scheduler.has_unfinished():
+        while self.scheduler._live:
             self.one_round()
             rounds_allowed -= 1
             assert rounds_allowed >= 0
+        self.bench.settle()
         self.bench.plan()
         assert self.scheduler.schedule() is None
         for adapter in self.everyone:

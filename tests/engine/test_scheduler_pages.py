@@ -224,7 +224,7 @@ def test_d13_twenty_load_use_unload_cycles_leave_two_slots_free():
         if i % 2:
             bench.step()
         bench.cache.drop(adapter)  # while waiting or running: the request still finishes
-        while bench.scheduler.has_unfinished():
+        while bench.scheduler._live:
             bench.step()
         assert bench.allocator.num_free == bench.allocator.num_total
         assert (len(bench.scheduler.active.users), bench.scheduler.active.num_rows) == (0, 0)

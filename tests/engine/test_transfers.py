@@ -179,7 +179,7 @@ def test_failed_load_is_forgotten_and_asked_for_once():
     bench.transfers.forget(bad)
     assert bench.transfers.awaited() == []
     assert not bench.cache.is_coming(bad)
-    assert bench.scheduler.sequences_waiting_for(bad) == seqs[:2]
+    assert [seq for seq in bench.scheduler.waiting() if bad in seq.adapters] == seqs[:2]
     for seq in seqs[:2]:
         bench.scheduler.finish(seq, FinishReason.ERROR)
     assert bench.schedule() is None

@@ -47,7 +47,7 @@ def test_d17_requests_that_trickle_in_are_grouped_too():
     bench = Bench(max_adapter_pages=8, num_pages=200)
     adapters = [FakeAdapter(f"adapter-{i}", num_pages=1, rank=1) for i in range(16)]
     arrived = 0
-    while arrived < 400 or bench.scheduler.has_unfinished():
+    while arrived < 400 or bench.scheduler._live:
         while arrived < 400 and bench.scheduler.num_waiting < 48:
             bench.add(str(arrived), prompt=4, output=4, adapter=adapters[arrived % 16])
             arrived += 1
