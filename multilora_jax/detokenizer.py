@@ -65,8 +65,8 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         assert self._tokenizer is not None
-        data = b"".join(self._tokenizer.token_bytes(i) for i in token_ids if i not in self._skipped)
-        return self._utf8.decode(data)
+        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
+        return self._utf8.decode(b"".join([token_bytes(i) for i in token_ids if i not in skipped]))
 
     def _take(self, new: str) -> str | None:
         if not new:
@@ -74,6 +74,9 @@ class IncrementalDetokenizer:
         if self._strip_next:
             assert self._tokenizer is not None
             new, self._strip_next = self._tokenizer.strip_start(new), False
+        if not self._stops:  # then nothing is ever held back
+            self.text += new
+            return None
         # A stop string that is complete now began in the part held back: no other place could begin one.
         window = self._held + new
         matched: tuple[int, int, str] | None = None

@@ -7,6 +7,7 @@ once. The engine is built on the main thread (progress bars, signals), HTTP runs
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -69,6 +70,10 @@ def serve(config: EngineConfig) -> int:
             raise
         async_engine = AsyncEngine(engine)
         app.state.context.attach(async_engine)
+        # What is there now stays for as long as the process: searching it for garbage takes 60
+        # milliseconds and more (SmolLM2-135M), in the middle of some step.
+        gc.collect()
+        gc.freeze()
         address = f"http://{url_host(config.host)}:{listener.getsockname()[1]}"
         seconds = seconds_since_start()
         print(engine.describe())

@@ -143,21 +143,28 @@ def build_batch(
     rows: list[tuple[Sequence, int]] = []
     chunks: list[tuple[Sequence, int, int]] = []
     longest = 0
-    row = 0
+    decodes: list[tuple[Sequence, int, int]] = []  # of each decode row: sequence, token, position
     for seq in step.decodes:
-        rows.append((seq, row))
+        rows.append((seq, len(decodes)))
         position = seq.num_computed_tokens
         known = position < seq.num_tokens  # else it is what the step before samples, which stays on the device
-        last = seq.token_ids[position] if known else -1 - seq.sampled_row
-        for token in (last, *step.proposals.get(seq, ())):
-            tokens[row] = token
-            positions[row] = position
-            kv_slots[row] = seq.page_ids[position // S] * S + position % S
-            _mix_row(batch, slice(row, row + 1), seq, slot_of)
+        decodes.append((seq, seq.token_ids[position] if known else -1 - seq.sampled_row, position))
+        if seq in step.proposals:
+            decodes += [(seq, token, position + 1 + i) for i, token in enumerate(step.proposals[seq])]
+    if decodes:
+        # In one go for all of them: for a large batch the host's work counts.
+        where = slice(0, len(decodes))
+        tokens[where] = [token for _, token, _ in decodes]
+        positions[where] = [position for _, _, position in decodes]
+        kv_slots[where] = [seq.page_ids[position // S] * S + position % S for seq, _, position in decodes]
+        batch.sampling.index_S[where] = np.arange(len(decodes))  # pyright: ignore[reportIndexIssue]
+        batch.sampling.position_S[where] = positions[where] + 1  # pyright: ignore[reportIndexIssue]
+        batch.sampling.vocab_S[where] = [seq.vocab_size for seq, _, _ in decodes]  # pyright: ignore[reportIndexIssue]
+        for row, (seq, _, _) in enumerate(decodes):
             table[row, : len(seq.page_ids)] = seq.page_ids
-            _sampling_row(batch, row, row, seq)
-            position, row = position + 1, row + 1
-        longest = max(longest, position)
+            _mix_row(batch, slice(row, row + 1), seq, slot_of)
+            _options_row(batch.sampling, row, seq)
+        longest = 1 + int(positions[where].max())
     batch.decode_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
     longest, row, start = 0, shape.num_decodes, shape.num_decodes
     for seq, count in step.prefills:
@@ -199,10 +206,15 @@ def _mix_row(batch: ForwardBatch, rows: slice, seq: Sequence, slot_of: Callable[
 
 
 def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> None:
-    params, sampling = seq.params, batch.sampling
+    sampling: Any = batch.sampling
     sampling.index_S[row] = token
     sampling.position_S[row] = batch.positions_T[token] + 1
     sampling.vocab_S[row] = seq.vocab_size
+    _options_row(sampling, row, seq)
+
+
+def _options_row(sampling: Any, row: int, seq: Sequence) -> None:
+    params = seq.params
     if not params.greedy:
         sampling.temperature_S[row] = min(params.temperature, MAX_TEMPERATURE)
         sampling.top_p_S[row] = params.top_p

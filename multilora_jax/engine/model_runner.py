@@ -156,7 +156,7 @@ class ModelRunner:
             if rows:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
                 lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
-            arguments = self.params["top"], self._put(flat_N), self._sampled_S, lora, None
+            arguments = self.params["top"], flat_N, self._sampled_S, lora, None
             x, inputs, *_ = self.programs.get("begin", shape, rows, False)(*arguments)
             for reach in self._plain(rows):
                 part = list(map(attention_rows, buffers)) if rows and reach is Reach.ATTENTION else buffers
@@ -174,12 +174,12 @@ class ModelRunner:
 
     def _write_page(self, page_id: int, page: np.ndarray) -> None:
         program, flat = self.programs.get("write_page"), page.reshape(len(page), -1)
-        self.pool = program(self.pool, self._put(flat, P(None, "model")), self._put(np.int32(page_id)))
+        self.pool = program(self.pool, flat, np.int32(page_id))
 
     def read_pages(self, page_ids: list[int]) -> np.ndarray:
         """Pages of the pool on the host: uint[n, L, TP, E/TP]."""
         program, g = self.programs.get("read_page"), self.spec.geometry
-        pages = [np.asarray(program(self.pool, self._put(np.int32(page_id)))) for page_id in page_ids]
+        pages = [np.asarray(program(self.pool, np.int32(page_id))) for page_id in page_ids]
         return np.stack(pages).reshape(len(page_ids), g.num_layers, g.tp, -1)
 
     def stage(self, active: list[Adapter], wanted: list[Adapter], pages_of: PagesOf) -> None:
@@ -245,7 +245,8 @@ class ModelRunner:
         reach: Reach,
         make_edits: Callable[[], SamplingEdits | None],
     ) -> StepOutput:
-        flat_N, lora, extended = self._put(pack(batch)), None, reach is Reach.EXTENDED
+        # As it is: a program takes a numpy array in a few microseconds, a transfer before it costs hundreds.
+        flat_N, lora, extended = pack(batch), None, reach is Reach.EXTENDED
         if rows and self.rows.tables is not None:
             lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
         top, programs, pool = self.params["top"], self.programs, self.pool if extended else None
@@ -273,7 +274,7 @@ class ModelRunner:
             nothing = self._no_edits[num_rows] = self._put(empty_edits(num_rows, self.spec))
         names = [name for name in vars(edits) if name.endswith("_E")] if edits.num_entries else []
         names += ["masked_S", "mask_SW"] if np.any(edits.masked_S) else []
-        return replace(nothing, **self._put({name: getattr(edits, name) for name in ["num_entries", *names]}))
+        return replace(nothing, **{name: getattr(edits, name) for name in ["num_entries", *names]})
 
     def _plain(self, rows: int) -> list[Reach]:
         """The kinds of plain programs of layers for so many rank rows."""
@@ -281,5 +282,5 @@ class ModelRunner:
             return [Reach.ATTENTION]
         return [Reach.ATTENTION, Reach.PROJECTIONS] if self.on_cpu else [Reach.PROJECTIONS]
 
-    def _put(self, tree: Any, spec: P | None = None) -> Any:
-        return jax.device_put(tree, NamedSharding(self.mesh, spec or P()))
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, NamedSharding(self.mesh, P()))

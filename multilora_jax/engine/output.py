@@ -50,6 +50,9 @@ class RequestState:
         self._detokenizer = IncrementalDetokenizer(tokenizer, seq.params, continues_text=continues_text)
         self._logprobs: list[dict[int, Logprob]] | None = [] if seq.params.logprobs is not None else None
         self._cumulative_logprob = 0.0
+        self._prompt_token_ids = seq.token_ids[: seq.num_prompt_tokens]
+        self._digests = tuple(adapter.digest for adapter in seq.adapters)
+        self._metrics: RequestMetrics | None = None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -76,7 +79,7 @@ class RequestState:
             seq.sampling_state.observe(token)
             if seq.sampling_state.error is not None:
                 return self.fail(seq.sampling_state.error)
-        stop_token = token in (params.stop_token_ids or ())
+        stop_token = bool(params.stop_token_ids) and token in params.stop_token_ids
         if token in seq.eos_token_ids or stop_token:
             self.finish_reason = FinishReason.STOP
             seq.stop_reason = token if stop_token else None
@@ -130,15 +133,18 @@ class RequestState:
             stop_reason=seq.stop_reason,
             lora_request=self.lora_request,
         )
-        metrics = RequestMetrics(
-            seq.arrival_time, seq.first_scheduled_time, seq.first_token_time, now if finished else None,
-            seq.num_preemptions,
-        )  # fmt: skip
-        digests = tuple(adapter.digest for adapter in seq.adapters)
+        metrics = self._metrics  # the same from token to token, but for these
+        if metrics is None or finished or metrics.num_preemptions != seq.num_preemptions:
+            metrics = RequestMetrics(
+                seq.arrival_time, seq.first_scheduled_time, seq.first_token_time, now if finished else None,
+                seq.num_preemptions,
+            )  # fmt: skip
+            self._metrics = metrics
+        digests = self._digests
         return RequestOutput(
             request_id=seq.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=[completion],
             finished=finished,

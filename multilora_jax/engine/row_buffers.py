@@ -41,6 +41,7 @@ class _Side:
     def __init__(self, rank_rows: RankRows):
         self.rank_rows = rank_rows
         self.layers: list[LayerRows] = []
+        self.attention: list[LayerRows] | None = None  # the same without the MLP's, once asked for
 
 
 class RowBuffers:
@@ -96,7 +97,12 @@ class RowBuffers:
 
     def layers_for(self, reach: Reach) -> list[LayerRows]:
         """What a step of this kind reads of them."""
-        return list(map(attention_rows, self.layers)) if reach is Reach.ATTENTION else self.layers
+        if reach is not Reach.ATTENTION:
+            return self.layers
+        now = self._now
+        if now.attention is None:
+            now.attention = list(map(attention_rows, now.layers))
+        return now.attention
 
     def slot_of(self, adapter: Adapter) -> int:
         """See RankRows.index_of."""
@@ -131,7 +137,8 @@ class RowBuffers:
         now = self._now
         plan = now.rank_rows.plan(adapters)
         if plan.rebuild:
-            now.layers, self._next = [], None  # free the old buffers before the new ones are made
+            # The old buffers go before the new ones are made.
+            now.layers, now.attention, self._next = [], None, None
             while len(now.layers) < self._geometry.num_layers:
                 now.layers += self._programs.get("rows", plan.bucket)()
         for copy in plan.copies:
@@ -239,7 +246,7 @@ class RowBuffers:
     ) -> None:
         program = self._programs.get("insert", side.rank_rows.bucket, modules)
         units, start = self._put((units_LCU, np.int32(buffer_row)))
-        group = self._programs.group
+        group, side.attention = self._programs.group, None
         for n, first in enumerate(self._firsts):
             where = slice(n * group, (n + 1) * group)
             side.layers[where] = program(side.layers[where], pool, units, first, start)
