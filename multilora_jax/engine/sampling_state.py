@@ -185,7 +185,8 @@ def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[tuple[int, ...]
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         found[plain] = None
-        # A space of its own before the word changes nothing: the word is caught without it.
-        if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+        # A space of its own before the word changes nothing: the word is caught without it. A word in one token with
+        # its space may well be several without.
+        if spaced[-len(plain) :] != plain:
             found[spaced] = None
     return [word for word in found if word]

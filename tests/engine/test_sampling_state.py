@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from multilora_jax.engine.sampling_state import SamplingPlan, bad_word_ids, bitmask
 from multilora_jax.sampling_params import SamplingParams
+from multilora_jax.tokenizer import Tokenizer
 from tests.server.fake_engine import byte_tokenizer
 
 VOCAB = 200
@@ -83,3 +87,12 @@ def test_bad_words_are_spelled_with_and_without_a_space():
     tokenizer = byte_tokenizer()
     assert bad_word_ids(["no", " on"], tokenizer) == [(110, 111), (111, 110)]
     assert bad_word_ids(["no", "no"], tokenizer) == [(110, 111)]
+
+
+def test_bad_words_of_one_token_with_a_space_and_several_without():
+    """Most rare words are so in vocabularies of BPE: " elephant" beside "ele" and "phant"."""
+    pieces, merges = ["n", "o", "Ġ", "Ġn", "Ġno"], [("Ġ", "n"), ("Ġn", "o")]
+    backend = tokenizers.Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    assert bad_word_ids(["no", "on"], Tokenizer(backend)) == [(0, 1), (4,), (1, 0)]
