@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -125,9 +125,7 @@ class Grammars:
 
         def build() -> Grammar:
             vocabulary = self._vocabularies.get(text, lambda: _Vocabulary(*text))
-            matcher = _on_a_deep_stack(
-                lambda: LLMatcher(vocabulary.native, source, log_level=0, limits=LLParserLimits(**_LIMITS))
-            )
+            matcher = _on_a_deep_stack(lambda: _compiled(vocabulary, source))
             if matcher.is_error():
                 raise _refused(asked, matcher.get_error())
             return Grammar(matcher, vocab_size, eos_token_ids)
@@ -135,11 +133,27 @@ class Grammars:
         return self._grammars.get((*text, source), build)
 
 
+def _compiled(vocabulary: _Vocabulary, source: str) -> LLMatcher:
+    """A matcher, or one with an error where the first token shows that the grammar cannot be followed.
+
+    What is found here is refused at once and holds up nobody: a first mask can take seconds on the engine's thread.
+    """
+    matcher = LLMatcher(vocabulary.native, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+    if matcher.is_error():
+        return matcher
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    bits[vocabulary.special_token_ids] = 0
+    trial = matcher.deep_copy()
+    for token in np.flatnonzero(bits)[:1].tolist():
+        trial.consume_token(token)
+    return trial if trial.is_error() else matcher
+
+
 def _source(asked: StructuredOutputsParams) -> str:
     """In the compiler's own form. Raises UserError for text that is too long or not even JSON."""
     kind, value = asked.kind, getattr(asked, asked.kind)
     try:
-        text = value if isinstance(value, str) else json.dumps(value)
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _refused(asked, f"it cannot be written as JSON: {error}") from error
@@ -152,13 +166,14 @@ def _source(asked: StructuredOutputsParams) -> str:
         if kind == "regex":
             return LLMatcher.grammar_from_regex(text)
         if kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, value)))
+            # One token of the grammar: as many alternatives of a rule would be too many to follow.
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, value)))
         if kind == "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(text))
         space: Any = {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_WHITESPACE}}}"}
         if asked.disable_any_whitespace:
             space = {"whitespace_flexible": False}
-        schema = {"type": "object"} if kind == "json_object" else json.loads(text)
+        schema = {"type": "object"} if kind == "json_object" else json.loads(text, parse_constant=_no_json)
         return LLMatcher.grammar_from_json_schema(schema, overrides=space)
     except (ValueError, RecursionError) as error:
         raise _refused(asked, str(error)) from error
@@ -168,12 +183,19 @@ def _source(asked: StructuredOutputsParams) -> str:
         raise _refused(asked, str(error)) from error
 
 
+def _no_json(name: str) -> NoReturn:
+    """Refuses what Python reads as JSON though it is none."""
+    raise ValueError(f"{name} is no JSON")
+
+
 def _quoted(text: str) -> str:
     """A string of the compiler's grammar language, which reads no pairs of surrogates."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _refused(asked: StructuredOutputsParams, why: str) -> UserError:
+    if "NoExtensionBias" in why:
+        why = "no text of this model's tokens satisfies it"
     return UserError(
         f"structured_outputs: this {asked.kind} cannot be followed: {why[:500]}",
         reason="bad_grammar", param="structured_outputs",
