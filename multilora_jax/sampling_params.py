@@ -227,10 +227,11 @@ class SamplingParams:
         assert self.logit_bias is not None
         bias: dict[int, float] = {}
         for key, value in self.logit_bias.items():
-            token: Any = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+            is_number = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdigit()
+            token: Any = int(key) if is_number else key
             if not _is_token(token):
                 self._fail("logit_bias", f"{what}: {key!r:.50} is no token id")
-            if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
+            if not isinstance(value, numbers.Real) or isinstance(value, bool) or value != value:
                 self._fail("logit_bias", f"{what}: {value!r:.50} is no number")
             bias[int(token)] = float(min(max(value, -MAX_BIAS), MAX_BIAS))
         return bias

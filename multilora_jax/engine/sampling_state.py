@@ -77,7 +77,8 @@ class SamplingState:
         self._factor[: self._size] = self._repetition
         self._place = dict(zip(tokens.tolist(), range(self._size), strict=True))
         for token, bias in (params.logit_bias or {}).items():
-            self._bias[self._place_of(token)] = bias
+            place = self._place_of(token)  # first: it may exchange the arrays for larger ones
+            self._bias[place] = bias
         self._bad_tokens = {word[0] for word in plan.bad_words if len(word) == 1}
         # Longer words by the token before their last.
         self._bad_words: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)

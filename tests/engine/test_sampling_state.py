@@ -12,7 +12,7 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from multilora_jax.engine.sampling_state import SamplingPlan, bad_word_ids, bitmask
-from multilora_jax.sampling_params import SamplingParams
+from multilora_jax.sampling_params import MAX_EDITED_TOKENS, SamplingParams
 from multilora_jax.tokenizer import Tokenizer
 from tests.server.fake_engine import byte_tokenizer
 
@@ -75,6 +75,12 @@ def test_a_mask_wins_over_bans_that_would_leave_nothing():
 def test_extreme_repetition_penalties_stay_finite():
     state = SamplingPlan(SamplingParams(repetition_penalty=1e-300), VOCAB).start([3])
     assert as_dict(state) == {3: (0.0, float(np.float32(1e-6)), 0.0)}
+
+
+def test_as_many_biases_as_anybody_may_ask_for():
+    bias = {token: float(token % 7 + 1) for token in range(MAX_EDITED_TOKENS)}
+    state = SamplingPlan(SamplingParams(logit_bias=bias), MAX_EDITED_TOKENS).start([3])
+    assert as_dict(state) == {token: (value, 1.0, 0.0) for token, value in bias.items()}
 
 
 def test_nobody_masks_without_being_asked():
