@@ -202,6 +202,8 @@ class SamplingParams:
             if not isinstance(words, list | tuple) or not all(isinstance(w, str) and w.strip() for w in words):
                 self._fail("bad_words", "must be a list of words that are not empty")
             self.bad_words = list(words)
+            if any("\ud800" <= char <= "\udfff" for word in words for char in word):
+                self._fail("bad_words", "holds half of a surrogate pair, which is no text")
         edited = sum(len(x or ()) for x in (self.logit_bias, self.bad_words, self.stop_token_ids))
         if edited > MAX_EDITED_TOKENS:
             name = "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else "stop_token_ids"

@@ -27,6 +27,7 @@ SCHEMA = {"type": "object"}
         ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": [1.0]}, "allowed_token_ids"),
         ({"allowed_token_ids": 3}, "allowed_token_ids"),
         ({"bad_words": "no"}, "bad_words"), ({"bad_words": [""]}, "bad_words"), ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["no \ud83d"]}, "bad_words"),
         ({"logit_bias": dict.fromkeys(range(MAX_EDITED_TOKENS + 1), 1)}, "logit_bias"),
         ({"structured_outputs": "json"}, "structured_outputs"), ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
