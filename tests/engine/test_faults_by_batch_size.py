@@ -306,13 +306,13 @@ def tables(output: Any) -> list[dict[int, float]]:
 
 
 @by_size
-def test_d27_an_engine_that_dies_fails_all_of_them(size):
+def test_d27_an_engine_that_dies_fails_all_of_them(monkeypatch, size):
     engine = tiny_engine(enable_lora=False)
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no device")
 
-    engine.runner.execute = broken
+    monkeypatch.setattr(engine.runner, "execute", broken)
     server = AsyncEngine(engine)
 
     async def one(number: int) -> Any:
