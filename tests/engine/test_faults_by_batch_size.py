@@ -287,16 +287,25 @@ def test_seeds_edits_lookups_and_logprobs_are_those_alone(engine, size):
         {"logit_bias": {65: 4.0}, "bad_words": ["e", "th"], "min_tokens": 4, "temperature": 0},
     ]  # fmt: skip
     users = cycle([None, lora("qv"), lora("dora"), [lora("qv", scale=0.5), lora("rank64")]], size)
-    requests = [
-        Request(prompt_of(i), SamplingParams(**{"max_tokens": 9, "seed": i, "ignore_eos": True, **kind}), user)
+    requests = [  # the ending of each prompt occurred before, so that lookups propose something
+        Request(
+            [*prompt_of(i), *[7, 9, 8] * 4],
+            SamplingParams(**{"max_tokens": 9, "seed": i, "ignore_eos": True, **kind}),
+            user,
+        )
         for i, (kind, user) in enumerate(zip(cycle(kinds, size), users, strict=True))
     ]
-    wanted = alone(engine, requests)
+    wanted, proposed = alone(engine, without_lookup(requests)), engine.stats().proposed_tokens
     for output, other in zip(run_all(engine, requests), wanted, strict=True):
         for mine, theirs in zip(output.outputs, other.outputs, strict=True):
             assert list(mine.token_ids) == list(theirs.token_ids)
         pairs = zip(tables(output), tables(other), strict=True)
         assert all(a.keys() == b.keys() and all(a[t] == pytest.approx(b[t], abs=1e-4) for t in a) for a, b in pairs)
+    assert (engine.stats().proposed_tokens > proposed) == (size > 1)
+
+
+def without_lookup(requests: list[Request]) -> list[Request]:
+    return [r._replace(params=dataclasses.replace(r.params, prompt_lookup_tokens=0)) for r in requests]
 
 
 def tables(output: Any) -> list[dict[int, float]]:
