@@ -297,6 +297,7 @@ def test_seeds_edits_lookups_and_logprobs_are_those_alone(engine, size):
     ]
     wanted, proposed = alone(engine, without_lookup(requests)), engine.stats().proposed_tokens
     for output, other in zip(run_all(engine, requests), wanted, strict=True):
+        assert (output.error, other.error) == (None, None)
         for mine, theirs in zip(output.outputs, other.outputs, strict=True):
             assert list(mine.token_ids) == list(theirs.token_ids)
         pairs = zip(tables(output), tables(other), strict=True)
