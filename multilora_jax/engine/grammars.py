@@ -136,14 +136,15 @@ class Grammars:
 def _compiled(vocabulary: _Vocabulary, source: str) -> LLMatcher:
     """A matcher, or one with an error where the first token shows that the grammar cannot be followed.
 
-    What is found here is refused at once and holds up nobody: a first mask can take seconds on the engine's thread.
+    What is found here is refused at once and holds up nobody: a mask that fails can take seconds, on the engine's
+    thread. The trial is a copy, since states that were seen once take memory (32 MB for a text of 90,000 characters).
     """
     matcher = LLMatcher(vocabulary.native, source, log_level=0, limits=LLParserLimits(**_LIMITS))
     if matcher.is_error():
         return matcher
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    bits[vocabulary.special_token_ids] = 0
     trial = matcher.deep_copy()
+    bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
+    bits[vocabulary.special_token_ids] = 0
     for token in np.flatnonzero(bits)[:1].tolist():
         trial.consume_token(token)
     return trial if trial.is_error() else matcher
