@@ -29,6 +29,7 @@ _LIMITS: dict[str, Any] = {"max_grammar_size": 100_000, "max_lexer_states": 50_0
 
 _STACK_BYTES = 256 << 20  # the compiler recurses as deep as rules refer to one another: one that long fits in this
 _MAX_KEPT = {"grammar": 256, "vocabulary": 8}
+_WEIGHT_CHARS = 4000  # of source; the states of a grammar take memory with its length, 32 MB for 90,000 characters
 
 _stack_lock = threading.Lock()  # the size is one for the whole process
 
@@ -130,14 +131,14 @@ class Grammars:
                 raise _refused(asked, matcher.get_error())
             return Grammar(matcher, vocab_size, eos_token_ids)
 
-        return self._grammars.get((*text, source), build)
+        return self._grammars.get((*text, source), build, 1 + len(source) // _WEIGHT_CHARS)
 
 
 def _compiled(vocabulary: _Vocabulary, source: str) -> LLMatcher:
     """A matcher, or one with an error where the first token shows that the grammar cannot be followed.
 
     What is found here is refused at once and holds up nobody: a mask that fails can take seconds, on the engine's
-    thread. The trial is a copy, since states that were seen once take memory (32 MB for a text of 90,000 characters).
+    thread.
     """
     matcher = LLMatcher(vocabulary.native, source, log_level=0, limits=LLParserLimits(**_LIMITS))
     if matcher.is_error():
@@ -253,15 +254,19 @@ class _Recent(Generic[K, V]):
     """Values made once for a key: those asked for last are kept, and found for as long as anybody holds them.
 
     A key that is being made is waited for; others are not held up by it.
+
+    Args:
+        capacity: the weights of those kept add up to no more.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self._kept: OrderedDict[K, Future[V]] = OrderedDict()
+        self._weight: dict[K, int] = {}  # of those kept
         self._alive: weakref.WeakValueDictionary[K, V] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def get(self, key: K, make: Callable[[], V]) -> V:
+    def get(self, key: K, make: Callable[[], V], weight: int = 1) -> V:
         """The value of a key, made now if there is none. An error of `make` goes to all who wait and is not kept."""
         with self._lock:
             future = self._kept.get(key)
@@ -273,15 +278,17 @@ class _Recent(Generic[K, V]):
                     mine = False
                     future.set_result(alive)
             self._kept.move_to_end(key)
-            while len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
+            self._weight[key] = weight
+            while sum(self._weight.values()) > self._capacity and len(self._kept) > 1:
+                oldest, _ = self._kept.popitem(last=False)
+                del self._weight[oldest]
         if mine:
             try:
                 value = make()
             except BaseException as error:
                 with self._lock:
                     if self._kept.get(key) is future:
-                        del self._kept[key]
+                        del self._kept[key], self._weight[key]
                 future.set_exception(error)
                 raise
             with self._lock:

@@ -156,6 +156,20 @@ def test_a_grammar_is_compiled_once_and_found_while_it_is_held(monkeypatch):
     assert len(grammars._grammars._kept) == 2
 
 
+def test_long_grammars_count_for_several(monkeypatch):
+    """Their states take memory: 256 of the longest would take gigabytes."""
+    monkeypatch.setitem(module._MAX_KEPT, "grammar", 10)
+    grammars = Grammars()
+    for letter in "abcdef":
+        compiled(grammars, regex=letter)
+    assert len(grammars._grammars._kept) == 6
+    compiled(grammars, regex="long" * 5000)
+    assert len(grammars._grammars._kept) == 5  # itself and the last four
+    for letter in "gh":
+        compiled(grammars, regex=letter * 20_000)
+    assert len(grammars._grammars._kept) == 1
+
+
 def test_many_threads_compile_one_grammar_once(monkeypatch):
     calls, deep = [], module._on_a_deep_stack
 
