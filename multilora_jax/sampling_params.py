@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from multilora_jax.errors import UserError
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
     def of(value: Any) -> StructuredOutputsParams:
         """The same from a mapping of the fields, as JSON has it. Raises UserError for an unknown field."""
         if isinstance(value, StructuredOutputsParams):
-            return value
+            return replace(value)  # its owner may change it, or has
         if not isinstance(value, dict):
             StructuredOutputsParams._fail(f"must be a mapping of fields, not {value!r:.100}")
         known = [f.name for f in fields(StructuredOutputsParams)]
