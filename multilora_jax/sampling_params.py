@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from multilora_jax.errors import UserError
@@ -84,7 +84,7 @@ class StructuredOutputsParams:
     def of(value: Any) -> StructuredOutputsParams:
         """The same from a mapping of the fields, as JSON has it. Raises UserError for an unknown field."""
         if isinstance(value, StructuredOutputsParams):
-            return value
+            return replace(value)  # its owner may change it, or has
         if not isinstance(value, dict):
             StructuredOutputsParams._fail(f"must be a mapping of fields, not {value!r:.100}")
         known = [f.name for f in fields(StructuredOutputsParams)]
@@ -202,6 +202,8 @@ class SamplingParams:
             if not isinstance(words, list | tuple) or not all(isinstance(w, str) and w.strip() for w in words):
                 self._fail("bad_words", "must be a list of words that are not empty")
             self.bad_words = list(words)
+            if any("\ud800" <= char <= "\udfff" for word in words for char in word):
+                self._fail("bad_words", "holds half of a surrogate pair, which is no text")
         edited = sum(len(x or ()) for x in (self.logit_bias, self.bad_words, self.stop_token_ids))
         if edited > MAX_EDITED_TOKENS:
             name = "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else "stop_token_ids"
@@ -227,10 +229,11 @@ class SamplingParams:
         assert self.logit_bias is not None
         bias: dict[int, float] = {}
         for key, value in self.logit_bias.items():
-            token: Any = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+            is_number = isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdigit()
+            token: Any = int(key) if is_number else key
             if not _is_token(token):
                 self._fail("logit_bias", f"{what}: {key!r:.50} is no token id")
-            if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
+            if not isinstance(value, numbers.Real) or isinstance(value, bool) or value != value:
                 self._fail("logit_bias", f"{what}: {value!r:.50} is no number")
             bias[int(token)] = float(min(max(value, -MAX_BIAS), MAX_BIAS))
         return bias

@@ -22,10 +22,12 @@ SCHEMA = {"type": "object"}
         ({"min_tokens": -1}, "min_tokens"), ({"min_tokens": 17}, "min_tokens"), ({"min_tokens": True}, "min_tokens"),
         ({"logit_bias": [1]}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {-1: 1}}, "logit_bias"), ({"logit_bias": {1: "2"}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),  # more digits than Python reads
         ({"logit_bias": {1: float("nan")}}, "logit_bias"), ({"logit_bias": {True: 1}}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": [1.0]}, "allowed_token_ids"),
         ({"allowed_token_ids": 3}, "allowed_token_ids"),
         ({"bad_words": "no"}, "bad_words"), ({"bad_words": [""]}, "bad_words"), ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["no \ud83d"]}, "bad_words"),
         ({"logit_bias": dict.fromkeys(range(MAX_EDITED_TOKENS + 1), 1)}, "logit_bias"),
         ({"structured_outputs": "json"}, "structured_outputs"), ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),

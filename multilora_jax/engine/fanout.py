@@ -33,6 +33,7 @@ class Family:
         self._completions = [CompletionOutput(seq.index, "", []) for seq in sequences]
         self._leader_metrics: RequestMetrics | None = None
         self._newest: RequestOutput | None = None
+        self._error: Exception | None = None
 
     def take(self, output: RequestOutput) -> None:
         """Notes the output of one of the sequences."""
@@ -40,6 +41,7 @@ class Family:
         self._completions[completion.index] = completion
         if completion.index == 0:
             self._leader_metrics = output.metrics
+        self._error = self._error or output.error
         before, self._newest = self._newest, output
         if before is not None:
             output.prompt_logprobs = output.prompt_logprobs or before.prompt_logprobs
@@ -48,7 +50,7 @@ class Family:
         """The request as it stands; finished with its last sequence, or with the first that failed."""
         newest = self._newest
         assert newest is not None
-        if newest.error is not None:
+        if self._error is not None:
             self._completions = [
                 c if c.finish_reason else replace(c, finish_reason=FinishReason.ERROR.value) for c in self._completions
             ]
@@ -67,6 +69,7 @@ class Family:
             finished=finished,
             metrics=metrics,
             num_cached_tokens=self.sequences[0].num_cached_tokens,
+            error=self._error,
         )
 
 

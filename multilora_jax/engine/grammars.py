@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -29,6 +29,7 @@ _LIMITS: dict[str, Any] = {"max_grammar_size": 100_000, "max_lexer_states": 50_0
 
 _STACK_BYTES = 256 << 20  # the compiler recurses as deep as rules refer to one another: one that long fits in this
 _MAX_KEPT = {"grammar": 256, "vocabulary": 8}
+_WEIGHT_CHARS = 4000  # of source; the states of a grammar take memory with its length, 32 MB for 90,000 characters
 
 _stack_lock = threading.Lock()  # the size is one for the whole process
 
@@ -125,21 +126,36 @@ class Grammars:
 
         def build() -> Grammar:
             vocabulary = self._vocabularies.get(text, lambda: _Vocabulary(*text))
-            matcher = _on_a_deep_stack(
-                lambda: LLMatcher(vocabulary.native, source, log_level=0, limits=LLParserLimits(**_LIMITS))
-            )
+            matcher = _on_a_deep_stack(lambda: _compiled(vocabulary, source))
             if matcher.is_error():
                 raise _refused(asked, matcher.get_error())
             return Grammar(matcher, vocab_size, eos_token_ids)
 
-        return self._grammars.get((*text, source), build)
+        return self._grammars.get((*text, source), build, 1 + len(source) // _WEIGHT_CHARS)
+
+
+def _compiled(vocabulary: _Vocabulary, source: str) -> LLMatcher:
+    """A matcher, or one with an error where the first token shows that the grammar cannot be followed.
+
+    What is found here is refused at once and holds up nobody: a mask that fails can take seconds, on the engine's
+    thread.
+    """
+    matcher = LLMatcher(vocabulary.native, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+    if matcher.is_error():
+        return matcher
+    trial = matcher.deep_copy()
+    bits = np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little")
+    bits[vocabulary.special_token_ids] = 0
+    for token in np.flatnonzero(bits)[:1].tolist():
+        trial.consume_token(token)
+    return trial if trial.is_error() else matcher
 
 
 def _source(asked: StructuredOutputsParams) -> str:
     """In the compiler's own form. Raises UserError for text that is too long or not even JSON."""
     kind, value = asked.kind, getattr(asked, asked.kind)
     try:
-        text = value if isinstance(value, str) else json.dumps(value)
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _refused(asked, f"it cannot be written as JSON: {error}") from error
@@ -152,13 +168,14 @@ def _source(asked: StructuredOutputsParams) -> str:
         if kind == "regex":
             return LLMatcher.grammar_from_regex(text)
         if kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, value)))
+            # One token of the grammar: as many alternatives of a rule would be too many to follow.
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, value)))
         if kind == "grammar":
             return LLMatcher.grammar_from_lark(any_to_lark(text))
         space: Any = {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_WHITESPACE}}}"}
         if asked.disable_any_whitespace:
             space = {"whitespace_flexible": False}
-        schema = {"type": "object"} if kind == "json_object" else json.loads(text)
+        schema = {"type": "object"} if kind == "json_object" else json.loads(text, parse_constant=_no_json)
         return LLMatcher.grammar_from_json_schema(schema, overrides=space)
     except (ValueError, RecursionError) as error:
         raise _refused(asked, str(error)) from error
@@ -168,12 +185,19 @@ def _source(asked: StructuredOutputsParams) -> str:
         raise _refused(asked, str(error)) from error
 
 
+def _no_json(name: str) -> NoReturn:
+    """Refuses what Python reads as JSON though it is none."""
+    raise ValueError(f"{name} is no JSON")
+
+
 def _quoted(text: str) -> str:
     """A string of the compiler's grammar language, which reads no pairs of surrogates."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _refused(asked: StructuredOutputsParams, why: str) -> UserError:
+    if "NoExtensionBias" in why:
+        why = "no text of this model's tokens satisfies it"
     return UserError(
         f"structured_outputs: this {asked.kind} cannot be followed: {why[:500]}",
         reason="bad_grammar", param="structured_outputs",
@@ -230,15 +254,19 @@ class _Recent(Generic[K, V]):
     """Values made once for a key: those asked for last are kept, and found for as long as anybody holds them.
 
     A key that is being made is waited for; others are not held up by it.
+
+    Args:
+        capacity: the weights of those kept add up to no more.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self._kept: OrderedDict[K, Future[V]] = OrderedDict()
+        self._weight: dict[K, int] = {}  # of those kept
         self._alive: weakref.WeakValueDictionary[K, V] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def get(self, key: K, make: Callable[[], V]) -> V:
+    def get(self, key: K, make: Callable[[], V], weight: int = 1) -> V:
         """The value of a key, made now if there is none. An error of `make` goes to all who wait and is not kept."""
         with self._lock:
             future = self._kept.get(key)
@@ -250,15 +278,17 @@ class _Recent(Generic[K, V]):
                     mine = False
                     future.set_result(alive)
             self._kept.move_to_end(key)
-            while len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
+            self._weight[key] = weight
+            while sum(self._weight.values()) > self._capacity and len(self._kept) > 1:
+                oldest, _ = self._kept.popitem(last=False)
+                del self._weight[oldest]
         if mine:
             try:
                 value = make()
             except BaseException as error:
                 with self._lock:
                     if self._kept.get(key) is future:
-                        del self._kept[key]
+                        del self._kept[key], self._weight[key]
                 future.set_exception(error)
                 raise
             with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,19 +78,25 @@ class InputReader:
             )  # fmt: skip
         return text, [int(token) for token in ids]
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Raises UserError for parameters that this model cannot follow."""
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """A copy, which its owner cannot change, checked anew: it may have been changed since it was made.
+
+        Raises:
+            UserError: a value out of range, or parameters that this model cannot follow.
+        """
         if not isinstance(params, SamplingParams):
             raise UserError(
                 f"sampling_params must be a SamplingParams, not {type(params).__name__}",
                 reason="bad_sampling_params", param="sampling_params",
             )  # fmt: skip
+        params = replace(params)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, name) or ():
                 self._check_token(token, name)
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
                 raise UserError(f"{name} needs a tokenizer, this model has none", reason="no_tokenizer", param=name)
+        return params
 
     @staticmethod
     def check_priority(priority: Any) -> None:

@@ -197,6 +197,7 @@ class LLMEngine:
         text, token_ids = inputs.read_prompt(prompt)
         inputs.check_priority(priority)
         salt = inputs.read_salt(prompt, cache_salt)
+        params = inputs.check_params(params)
         plan, room = self.plans.plan(params, inputs), self.max_model_len - len(token_ids)
         seq = Sequence(
             request_id=request_id,

@@ -47,20 +47,18 @@ class SamplingPlans:
             UserError: see InputReader.check_params and Grammars.compile.
         """
         inputs = self.inputs_for(adapters)
-        inputs.check_params(params)
-        return self._grammar(params, inputs)
+        return self._grammar(inputs.check_params(params), inputs)
 
     def plan(self, params: SamplingParams, inputs: InputReader) -> SamplingPlan | None:
         """The plan of a request; None where its parameters change no logits.
 
         Args:
-            params: checked here.
+            params: as the reader's check_params gave them.
             inputs: from `inputs_for`.
 
         Raises:
-            UserError: as `prepare`.
+            UserError: as Grammars.compile.
         """
-        inputs.check_params(params)
         if not params.edits_logits:
             return None
         vocab_size = inputs.vocab_size

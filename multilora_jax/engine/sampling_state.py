@@ -77,7 +77,8 @@ class SamplingState:
         self._factor[: self._size] = self._repetition
         self._place = dict(zip(tokens.tolist(), range(self._size), strict=True))
         for token, bias in (params.logit_bias or {}).items():
-            self._bias[self._place_of(token)] = bias
+            place = self._place_of(token)  # first: it may exchange the arrays for larger ones
+            self._bias[place] = bias
         self._bad_tokens = {word[0] for word in plan.bad_words if len(word) == 1}
         # Longer words by the token before their last.
         self._bad_words: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -185,7 +186,8 @@ def bad_word_ids(words: list[str], tokenizer: Tokenizer) -> list[tuple[int, ...]
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         found[plain] = None
-        # A space of its own before the word changes nothing: the word is caught without it.
-        if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+        # A space of its own before the word changes nothing: the word is caught without it. A word in one token with
+        # its space may well be several without.
+        if spaced[-len(plain) :] != plain:
             found[spaced] = None
     return [word for word in found if word]

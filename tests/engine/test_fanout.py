@@ -112,6 +112,24 @@ def test_an_abort_ends_all_of_them(engine, steps):
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_first_that_fails_ends_all_of_them_with_its_error(engine, which):
+    """Also where others of the same step come after it."""
+    engine.add_request("fails", PROMPT, sampled(3, presence_penalty=1.0))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        if outputs and all(len(c.token_ids) == 2 for c in outputs[-1].outputs[1:]):
+            state = engine._requests[f"fails ({which + 1} of 3)"].seq.sampling_state
+            state.error = error = UserError("too much work", reason="grammar_too_complex")
+    last = outputs[-1]
+    assert last.finished
+    assert last.error is error
+    assert [c.finish_reason for c in last.outputs] == ["error"] * 3
+    engine.check_integrity()
+    assert engine.stats().pages_kv == 0
+
+
 def test_an_id_is_taken_as_long_as_one_of_them_lives(engine):
     engine.add_request("one", PROMPT, sampled(2))
     for name, n in (("one", 1), ("one", 3), ("one (2 of 2)", 1)):

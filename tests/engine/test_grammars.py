@@ -19,6 +19,7 @@ TOKENIZER = byte_tokenizer()
 ENDS = frozenset({EOS, 5})
 BOUNDED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 CHOICES = ["yes", 'a "quoted" \\ line\n', "yes!", "😀"]
+MANY = [f"choice {i}" for i in range(6000)]
 
 
 def compiled(grammars: Grammars | None = None, **fields) -> Grammar:
@@ -48,7 +49,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
         ({"json": BOUNDED, "disable_any_whitespace": True}, ['{"a":1}'], ['{"a": 1}']),
         ({"json_object": True}, ["{}", '{"é": [1.5e3, "\\n"]}'], ["[]", "null", ""]),
         ({"regex": "[ab]{2}c?|é+"}, ["ab", "aac", "éé"], ["a", "abb", "", "abcc"]),
-        ({"choice": CHOICES}, CHOICES, ["y", "yes\n"]),
+        ({"choice": CHOICES}, CHOICES, ["y", "yes\n"]), ({"choice": MANY}, MANY[::997], ["choice ", "choice 6000"]),
         ({"grammar": 'start: "a" b\nb: "x" | "y" b'}, ["ax", "ayyx"], ["a", "ay"]),
         ({"grammar": 'root ::= "a" b\nb ::= "x" | "y" b'}, ["ax", "ayyx"], ["a", "ay"]),
     ],
@@ -86,6 +87,11 @@ def test_every_end_token_may_end_an_answer_and_no_special_token_is_text():
         ({"json": {"type": "string", "pattern": "^a$", "minLength": 3}}, "bad_grammar", "Unsatisfiable"),
         ({"choice": ["\ud83d"]}, "bad_grammar", "surrogates"), ({"grammar": "start: foo"}, "bad_grammar", "foo"),
         ({"grammar": 'root ::= "a'}, "bad_grammar", "grammar"),
+        ({"regex": "[^\\x00-\\x{10FFFF}]"}, "bad_grammar", "no text"),
+        ({"json": {"const": float("nan")}}, "bad_grammar", "JSON"), ({"json": '{"const": NaN}'}, "bad_grammar", "NaN"),
+        ({"json": {"$ref": "#"}}, "bad_grammar", "no text"), ({"grammar": "start: start"}, "bad_grammar", "no text"),
+        ({"regex": "(a{1000}){1000}"}, "bad_grammar", "too many"),
+        ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}}, "bad_grammar", "items"),
         ({"regex": "a" * (MAX_CONSTRAINT_CHARS + 1)}, "grammar_too_long", str(MAX_CONSTRAINT_CHARS)),
     ],
 )  # fmt: skip
@@ -148,6 +154,20 @@ def test_a_grammar_is_compiled_once_and_found_while_it_is_held(monkeypatch):
     gc.collect()
     assert gone() is None
     assert len(grammars._grammars._kept) == 2
+
+
+def test_long_grammars_count_for_several(monkeypatch):
+    """Their states take memory: 256 of the longest would take gigabytes."""
+    monkeypatch.setitem(module._MAX_KEPT, "grammar", 10)
+    grammars = Grammars()
+    for letter in "abcdef":
+        compiled(grammars, regex=letter)
+    assert len(grammars._grammars._kept) == 6
+    compiled(grammars, regex="long" * 5000)
+    assert len(grammars._grammars._kept) == 5  # itself and the last four
+    for letter in "gh":
+        compiled(grammars, regex=letter * 20_000)
+    assert len(grammars._grammars._kept) == 1
 
 
 def test_many_threads_compile_one_grammar_once(monkeypatch):

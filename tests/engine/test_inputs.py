@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -92,3 +94,22 @@ def test_stop_tokens_are_in_the_vocabulary(reader):
 def test_eos_tokens_of_model_and_tokenizer_are_joined(reader, blind):
     assert blind.eos_token_ids == {2, 3}
     assert reader.eos_token_ids == {2, 3, 257}
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "hot"), ("top_k", -5), ("n", 0), ("bad_words", "ab")])
+def test_parameters_are_checked_as_they_are_now(reader, name, value):
+    """They are an object that its owner may change after it was made."""
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(UserError) as error:
+        reader.check_params(params)
+    assert error.value.param == name
+
+
+def test_parameters_that_change_later_change_no_request(reader):
+    params: Any = SamplingParams(stop=["a"], logit_bias={1: 2.0}, structured_outputs={"regex": "a"})
+    own = reader.check_params(params)
+    params.temperature, params.structured_outputs.regex = 0.0, "b"
+    params.stop.append("b")
+    params.logit_bias[1] = 3.0
+    assert own == SamplingParams(stop=["a"], logit_bias={1: 2.0}, structured_outputs={"regex": "a"})

@@ -11,9 +11,19 @@ import pytest
 from safetensors.numpy import load_file
 
 from multilora_jax.errors import ConfigError
+from multilora_jax.models import quantised
 from multilora_jax.request import LoRARequest
 from tests.oracle import Oracle, read_deltas
-from tests.tiny_engine import LogitsRecorder, Request, greedy, make_adapter, make_engine, run_all, tiny_engine
+from tests.tiny_engine import (
+    LogitsRecorder,
+    Request,
+    greedy,
+    make_adapter,
+    make_engine,
+    run_all,
+    tiny_engine,
+    tokens_of,
+)
 
 CASES = {
     "tied": ["all_linear", "dora", "embed_tied", "lm_head_tied"],
@@ -24,21 +34,32 @@ CASES = {
 
 
 class Rounded(Oracle):
-    """The float64 model of weights rounded to 8 bits, each output's largest magnitude being 127 steps."""
+    """The float64 model of weights rounded to 8 bits, each output's largest magnitude being 127 steps.
+
+    Steps and quotients are float32, as they are served. In float64 one of the 77,824 weights of the base "tied" is
+    29.49999994 steps and goes down to 29 where float32 goes up to 30: that one weight moved logits by 5e-3.
+    """
 
     def __init__(self, folder: Path):
         exact = Oracle.from_folder(folder)
         tensors = dict(exact.tensors)
         for name, tensor in tensors.items():
             if tensor.ndim == 2:
-                step_O = np.abs(tensor).max(1, keepdims=True) / 127
-                tensors[name] = np.round(tensor / np.where(step_O, step_O, 1)) * step_O
+                w_OI = tensor.astype(np.float32)
+                step_O = np.abs(w_OI).max(1, keepdims=True) / np.float32(127)
+                values_OI = np.round(w_OI / np.where(step_O, step_O, np.float32(1)))
+                tensors[name] = values_OI.astype(np.float64) * step_O
         super().__init__(exact.config, tensors)
 
 
 def prompts_of(count: int) -> list[list[int]]:
     """Of different lengths, in more than one step of prefill."""
     return [[(11 * n + 37 * i) % 254 + 2 for i in range(3 + 7 * n % 40)] for n in range(count)]
+
+
+ACCUMULATION, ACTIVATIONS = 5e-5, 2.5e-3
+"""Room for float32 sums against float64 ones (found: 2.2e-5), and for decode steps with activations of 16 bits
+(found: 1.2e-3). One weight rounded the other way costs 5e-3, rounding all of them some 0.1."""
 
 
 @pytest.mark.parametrize("base", CASES)
@@ -60,10 +81,25 @@ def test_adapters_on_top_equal_the_same_on_the_dequantised_base(golden_tiny, bas
             tokens = [*job.prompt, *output.outputs[0].token_ids[:-1]]
             wanted = oracle.logits(tokens, None if name is None else deltas[name])
             got = recorder.take(number)
-            # Rounding the weights costs some 0.1; what is left is float32 and the 16 bits of activations.
-            np.testing.assert_allclose(
-                got, wanted[: len(got), : got.shape[1]], rtol=0, atol=6e-3, err_msg=f"{name}, batch {batch}"
-            )
+            error_T = np.abs(got - wanted[: len(got), : got.shape[1]]).max(1)
+            assert error_T[: len(job.prompt)].max() < ACCUMULATION, f"prefill of {name}, batch {batch}"
+            assert error_T[len(job.prompt) :].max() < ACTIVATIONS, f"decode of {name}, batch {batch}"
+
+
+def test_what_decode_steps_err_more_comes_from_16_bit_activations_alone(golden_tiny, monkeypatch):
+    """Converted tile by tile like a prefill's, their products are as exact."""
+    folder, errors = golden_tiny / "bases" / "tied", []
+    for digit_tokens in (quantised.DIGIT_TOKENS, 0):
+        monkeypatch.setattr(quantised, "DIGIT_TOKENS", digit_tokens)
+        engine, oracle = make_engine(folder, quantization="int8", enable_lora=False), Rounded(folder)
+        recorder, prompts = LogitsRecorder(engine), prompts_of(3)
+        outputs = run_all(engine, [Request(prompt, greedy(9)) for prompt in prompts])
+        errors.append(0.0)
+        for number, (prompt, tokens) in enumerate(zip(prompts, tokens_of(outputs), strict=True)):
+            wanted = oracle.logits([*prompt, *tokens[:-1]])[len(prompt) :]
+            errors[-1] = max(errors[-1], np.abs(recorder.take(number)[len(prompt) :] - wanted).max())
+    assert ACCUMULATION < errors[0] < ACTIVATIONS
+    assert errors[1] < ACCUMULATION
 
 
 def test_logits_differ_from_float32_by_what_rounding_the_weights_costs(golden_tiny):

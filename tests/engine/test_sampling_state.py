@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from multilora_jax.engine.sampling_state import SamplingPlan, bad_word_ids, bitmask
-from multilora_jax.sampling_params import SamplingParams
+from multilora_jax.sampling_params import MAX_EDITED_TOKENS, SamplingParams
+from multilora_jax.tokenizer import Tokenizer
 from tests.server.fake_engine import byte_tokenizer
 
 VOCAB = 200
@@ -73,6 +77,12 @@ def test_extreme_repetition_penalties_stay_finite():
     assert as_dict(state) == {3: (0.0, float(np.float32(1e-6)), 0.0)}
 
 
+def test_as_many_biases_as_anybody_may_ask_for():
+    bias = {token: float(token % 7 + 1) for token in range(MAX_EDITED_TOKENS)}
+    state = SamplingPlan(SamplingParams(logit_bias=bias), MAX_EDITED_TOKENS).start([3])
+    assert as_dict(state) == {token: (value, 1.0, 0.0) for token, value in bias.items()}
+
+
 def test_nobody_masks_without_being_asked():
     mask_W = np.zeros(8, np.uint32)
     assert not SamplingPlan(SamplingParams(min_tokens=1), VOCAB).start([1]).fill_mask(mask_W)
@@ -83,3 +93,12 @@ def test_bad_words_are_spelled_with_and_without_a_space():
     tokenizer = byte_tokenizer()
     assert bad_word_ids(["no", " on"], tokenizer) == [(110, 111), (111, 110)]
     assert bad_word_ids(["no", "no"], tokenizer) == [(110, 111)]
+
+
+def test_bad_words_of_one_token_with_a_space_and_several_without():
+    """Most rare words are so in vocabularies of BPE: " elephant" beside "ele" and "phant"."""
+    pieces, merges = ["n", "o", "Ġ", "Ġn", "Ġno"], [("Ġ", "n"), ("Ġn", "o")]
+    backend = tokenizers.Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    assert bad_word_ids(["no", "on"], Tokenizer(backend)) == [(0, 1), (4,), (1, 0)]
