@@ -108,6 +108,24 @@ def rank_rows_of(num_adapters: int, rank: int, max_lora_rank: int) -> int:
     return max(num_adapters * -(-rank // ROW_BLOCK), -(-max_lora_rank // ROW_BLOCK)) * ROW_BLOCK
 
 
+def build_engine(config: EngineConfig, *, texts: bool = False, **changes: Any) -> LLMEngine:
+    """An engine, not warmed up yet.
+
+    Args:
+        config: its adapters are left out.
+        texts: whether a tokenizer is needed.
+        changes: other values of configuration keys.
+
+    Raises:
+        ConfigError: see LLMEngine; or the model has no tokenizer.
+    """
+    engine = LLMEngine(dataclasses.replace(config, lora_modules={}, adapter_roots=(), **changes))
+    if texts and engine.tokenizer is None:
+        raise ConfigError("the model has no tokenizer, which the texts need: set tokenizer", reason="no_tokenizer",
+                          param="tokenizer")  # fmt: skip
+    return engine
+
+
 def random_prompts(engine: LLMEngine, num_prompts: int, input_len: int) -> list[list[int]]:
     """Prompts of random tokens, drawn from the configuration's seed."""
     rng = np.random.default_rng(engine.config.seed)
@@ -119,6 +137,12 @@ def settings_of(engine: LLMEngine, work: dict[str, Any]) -> dict[str, Any]:
     settings = {**engine.config.to_dict(), "dtype": engine.geometry.dtype, "max_model_len": engine.max_model_len}
     # A benchmark warms up whatever the configuration says.
     return settings | {"warm_up": True, "pool_pages": engine.geometry.num_pages} | work
+
+
+def check_sound(engine: LLMEngine) -> None:
+    """check_compilations, and that the engine's books of its pool agree (engine.check_integrity)."""
+    check_compilations(engine)
+    engine.check_integrity()
 
 
 def check_compilations(engine: LLMEngine) -> None:

@@ -120,7 +120,7 @@ def test_the_plot_command(tmp_path):
         (["{report}", "/no/such/folder/out.png"], "plot: cannot write"),
         (["{folder}/none.json", "{folder}/out.png"], "plot: cannot read"),
         (["{list}", "{folder}/out.png"], "is no report"),
-        (["{report}", "{folder}/out.png"], "no rows of a command among throughput, adapters,"),
+        (["{report}", "{folder}/out.png"], "no rows of a command among prefix, lookup, structured, quality, throughput,"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, words, match):
