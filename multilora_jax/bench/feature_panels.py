@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from multilora_jax.bench.panels import Panel, Report, bars, legend, round_bars
+from multilora_jax.bench.panels import Panel, Report, bars, equal_line, round_bars
 
 
 def _first_tokens(axes: Any, report: Report) -> None:
     """Times of each request, in milliseconds, with what of its prompt was found."""
     rows = report["rows"]
-    first = rows[0]["ttft_s"]
+    first, longest = rows[0]["ttft_s"], max(row["ttft_s"] for row in rows)
     round_bars(
         axes,
         [f"{row['request']}\n{row['cached_tokens']} of {row['prompt_tokens']}\ntokens found" for row in rows],
@@ -19,7 +19,7 @@ def _first_tokens(axes: Any, report: Report) -> None:
         [[1e3 * seconds for seconds in row["ttft_s_by_round"]] for row in rows],
         marks=[None if row["aim_ratio"] is None else 1e3 * row["aim_ratio"] * first for row in rows],
         words="aim, at most",
-        spec=".3g",
+        spec=".0f" if longest > 0.1 else ".3g",
     )
     axes.set(ylabel="time to first token, ms")
     axes.tick_params("x", labelsize=8)
@@ -61,9 +61,8 @@ def _lookup_ratios(axes: Any, report: Report) -> None:
         marks=[row["aim_ratio"] for row, _ in cases],
         words="aim, at least",
     )
-    axes.axhline(1, label="equal", linestyle="--", color="black", linewidth=0.8)
+    equal_line(axes)
     axes.set(ylabel="speed / speed without lookup")
-    legend(axes)
 
 
 _CASES = {"plain": "no schema", "structured": "a schema in\nevery row", "half": "a schema in\nevery other row"}
@@ -89,9 +88,8 @@ def _step_ratios(axes: Any, report: Report) -> None:
         words="aim, at most",
         spec=".3f",
     )
-    axes.axhline(1, label="equal", linestyle="--", color="black", linewidth=0.8)
+    equal_line(axes)
     axes.set(ylabel="time per token / that without schemas")
-    legend(axes)
 
 
 def _parsed(axes: Any, report: Report) -> None:
@@ -101,29 +99,47 @@ def _parsed(axes: Any, report: Report) -> None:
     axes.set(xlabel="schema", ylabel=f"share of {row['checked_answers']} answers that parse, %")
 
 
-def _weights(
-    keys: Mapping[str, Callable[[Report, Report], float]], label: str, spec: str, *, others: bool = False
-) -> Callable[[Any, Report], None]:
-    """Bars by weights, for each adapter and each of `keys`.
+def _perplexities(axes: Any, report: Report) -> None:
+    """With how much each is above float32's."""
+    rows = [{**row, "change": _change(row)} for row in report["rows"]]
+    bars(axes, *_by_weights(rows, "perplexity"), ".2f", notes=_by_weights(rows, "change")[1])
+    axes.set(xlabel="weights of the base", ylabel=f"perplexity of {rows[0]['scored_tokens']:,} tokens of a text")
 
-    Args:
-        keys: words to a figure of a report and one of its rows.
-        label: of the vertical axis; spec: of the values.
-        others: leave float32 out.
-    """
 
-    def draw(axes: Any, report: Report) -> None:
-        rows = [row for row in report["rows"] if not others or row["weights"] != "float32"]
-        names = list(dict.fromkeys(row["weights"] for row in rows))
-        series: dict[str, list[float | None]] = {}
-        for words, figure in keys.items():
-            for row in rows:
-                under = "" if row["adapter"] == "-" else f"adapter {row['adapter']}"
-                series.setdefault(", ".join(filter(None, (words, under))), []).append(figure(report, row))
-        bars(axes, names, series, spec)
-        axes.set(xlabel="weights of the base", ylabel=label)
+def _change(row: Report) -> str:
+    return "reference" if row["weights"] == "float32" else f"{100 * (row['perplexity_ratio'] - 1):+.2f} %"
 
-    return draw
+
+def _agreement(axes: Any, report: Report) -> None:
+    rows = [row for row in report["rows"] if row["weights"] != "float32"]
+    length = report["config"]["output_len"]
+    shares = [
+        {**row, "next": 100 * row["same_next_token"], "answer": 100 * row["same_prefix"] / length} for row in rows
+    ]
+    names, series = _by_weights(shares, "next", "most likely next token")
+    series |= _by_weights(shares, "answer", "greedy answer up to the first difference")[1]
+    bars(axes, names, series, ".1f")
+    axes.set(xlabel="weights of the base", ylabel="the same as in float32, %")
+
+
+def _weight_speeds(axes: Any, report: Report) -> None:
+    bars(axes, *_by_weights(report["rows"], "tokens_per_second"), ".0f")
+    axes.set(xlabel="weights of the base", ylabel="new tokens per second")
+
+
+def _weight_sizes(axes: Any, report: Report) -> None:
+    rows = [row for row in report["rows"] if row["adapter"] == "-"]
+    bars(axes, *_by_weights(rows, "weight_mib"), ".0f")
+    axes.set(xlabel="weights of the base", ylabel="size of the weights, MiB")
+
+
+def _by_weights(rows: Sequence[Report], key: str, words: str = "") -> tuple[list[str], dict[str, list[Any]]]:
+    """Names of weights, and a series for each adapter, whose name begins with `words`."""
+    series: dict[str, list[Any]] = {}
+    for row in rows:
+        under = "no adapter" if row["adapter"] == "-" else f"adapter {row['adapter']}"
+        series.setdefault(f"{words}, {under}" if words else under, []).append(row[key])
+    return list(dict.fromkeys(row["weights"] for row in rows)), series
 
 
 FEATURE_PANELS: dict[str, Sequence[Panel]] = {
@@ -131,20 +147,9 @@ FEATURE_PANELS: dict[str, Sequence[Panel]] = {
     "lookup": (Panel(_lookup_speeds), Panel(_lookup_ratios)),
     "structured": (Panel(_step_times), Panel(_step_ratios), Panel(_parsed)),
     "quality": (
-        Panel(_weights({"": lambda _, row: row["perplexity"]}, "perplexity of the text", ".2f")),
-        Panel(
-            _weights(
-                {
-                    "most likely next token": lambda _, row: 100 * row["same_next_token"],
-                    "greedy answer up to the first difference": lambda report, row: (
-                        100 * row["same_prefix"] / report["config"]["output_len"]
-                    ),
-                },
-                "the same as in float32, %", ".1f", others=True,
-            ),
-            lambda report: any(row["weights"] != "float32" for row in report["rows"]),
-        ),
-        Panel(_weights({"": lambda _, row: row["tokens_per_second"]}, "new tokens per second", ".0f")),
-        Panel(_weights({"": lambda _, row: row["weight_mib"]}, "size of the weights, MiB", ".0f")),
+        Panel(_perplexities),
+        Panel(_agreement, lambda report: any(row["weights"] != "float32" for row in report["rows"])),
+        Panel(_weight_speeds),
+        Panel(_weight_sizes),
     ),
-}  # fmt: skip
+}

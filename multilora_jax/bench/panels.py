@@ -23,14 +23,33 @@ def has(key: str) -> Callable[[Report], bool]:
     return lambda report: any(row.get(key) is not None for row in report["rows"])
 
 
-def bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], spec: str = ".3g") -> None:
-    """Groups of bars, a value on each; None is no bar."""
+def bars(
+    axes: Any,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    spec: str = ".3g",
+    *,
+    notes: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Groups of bars, a value on each; None is no bar.
+
+    Args:
+        axes: where.
+        names: of the groups.
+        series: name to a value for each group.
+        spec: of the values.
+        notes: name of a series to what stands below each of its values.
+    """
     width = 0.8 / max(1, len(series))
     for number, (label, values) in enumerate(series.items()):
         places = [i - 0.4 + width * (number + 0.5) for i in range(len(names))]
-        bars = axes.bar(places, [value or 0 for value in values], width * 0.94, label=label)
-        axes.bar_label(bars, ["" if v is None else format(v, spec) for v in values], fontsize=7, padding=2)
-    axes.set_xticks(range(len(names)), names, rotation=25 if max(map(len, names)) > 9 else 0)
+        drawn = axes.bar(places, [value or 0 for value in values], width * 0.94, label=label)
+        texts = ["" if value is None else format(value, spec) for value in values]
+        if notes is not None:
+            texts = [f"{text}\n{note}" for text, note in zip(texts, notes[label], strict=True)]
+        axes.bar_label(drawn, texts, fontsize=7, padding=2)
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    axes.set_xticks(range(len(names)), names, rotation=25 if longest * len(names) > 48 else 0)
     axes.margins(y=0.14)
     if len(series) > 1:
         legend(axes)
@@ -41,6 +60,12 @@ def legend(axes: Any) -> None:
     longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
     columns = max(1, min(4, 70 // (longest + 8)))
     axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False)
+
+
+def equal_line(axes: Any) -> None:
+    """A line at 1, behind bars of ratios."""
+    axes.axhline(1, label="equal", linestyle="--", color="black", linewidth=0.8, zorder=0)
+    legend(axes)
 
 
 def round_bars(

@@ -72,7 +72,8 @@ def case_row(case: str, ms: float, neighbours: float | None = None) -> dict[str,
 
 
 def weights_row(weights: str, adapter: str, worse: float, mib: float) -> dict[str, Any]:
-    return {"weights": weights, "adapter": adapter, "perplexity": 28 * (1 + worse), "same_next_token": 1 - 20 * worse,
+    return {"weights": weights, "adapter": adapter, "perplexity": 28 * (1 + worse) + len(adapter) / 9,
+            "perplexity_ratio": 1 + worse, "scored_tokens": 1016, "same_next_token": 1 - 20 * worse,
             "same_prefix": 32 * (1 - 100 * worse), "tokens_per_second": 100 * (1 + 100 * worse),
             "weight_mib": mib}  # fmt: skip
 
