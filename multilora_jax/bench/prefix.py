@@ -42,7 +42,7 @@ EXAMPLE = "python -m multilora_jax.bench prefix --config configs/smollm2.yaml --
 ABOUT = """Time to the first token of a prompt whose start was computed before, against that of the first such prompt,
 and what of it is found with another adapter, without one and under another salt, which must be nothing.
 
-Two random adapters are made for it. Prints a table."""
+Two random adapters are made for it. Prints a table; --json and --plot write files."""
 
 
 @dataclass(frozen=True)
