@@ -35,7 +35,7 @@ AIM = 1.5
 """What the speed of an extraction shall be at least, in that without lookup."""
 
 ARGUMENTS = ""
-EXAMPLE = "python -m multilora_jax.bench lookup --config configs/smollm2.yaml --num_prompts 8"
+EXAMPLE = "python -m multilora_jax.bench lookup --config configs/smollm2.yaml --num_prompts 8 --plot out.png"
 ABOUT = """Speed with prompt lookup and without, of answers that quote their prompts (`extraction`) and of answers that
 do not (`prose`); the texts must be identical. For each task: tokens of all its prompts and of all its answers; new
 tokens per second of the whole run, prompts included, and of its steps of decoding alone, each with its ratio to the
@@ -54,7 +54,7 @@ class Workload:
     """What is measured."""
 
     tasks: tuple[str, ...] = option(("extraction", "prose"), "What is answered, of extraction and prose.")
-    num_prompts: int = option(8, "Prompts of each task.")
+    num_prompts: int = option(4, "Prompts of each task.")
     at_once: int = option(1, "Of them under way together.")
     num_records: int = option(10, "Records in each prompt of extraction, two of which it extracts itself.", 3)
     input_len: int = option(64, "Tokens of each prompt of prose.")
