@@ -1,8 +1,8 @@
-"""`bench lookup`: prompt lookup decoding, against the same engine without it, where answers quote and where not.
+"""`bench lookup`: prompt lookup decoding, against the same engine without it, on answers that quote and on prose.
 
 A prompt of `extraction` lists records of made-up people and begins a second list that names some fields of each; the
-model goes on. One of `prose` is a piece of a text, whose continuation has little to quote. Both ways answer the same
-prompts in turn, greedily, and must give the same tokens.
+model goes on. One of `prose` is a piece of a text; what can be guessed of its continuation is what the model repeats.
+Both ways answer the same prompts in turn, greedily, and must give the same tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ AIM = 1.5
 
 ARGUMENTS = ""
 EXAMPLE = "python -m multilora_jax.bench lookup --config configs/smollm2.yaml --num_prompts 8 --plot out.png"
-ABOUT = """Speed with prompt lookup and without, of answers that quote their prompts (`extraction`) and of answers that
-do not (`prose`); the texts must be identical. For each task: tokens of all its prompts and of all its answers; new
-tokens per second of the whole run, prompts included, and of its steps of decoding alone, each with its ratio to the
-run without lookup of the same round; tokens that such a step gave; and the share of guesses that the model chose.
+ABOUT = """Speed with prompt lookup and without, of answers that quote their prompts (`extraction`) and of texts that go
+on freely (`prose`), which quote as much as the model repeats itself; the texts must be identical. For each task: tokens
+of all its prompts and of all its answers; new tokens per second of the whole run, prompts included, and of its steps of
+decoding alone, each with its ratio to the run without lookup of the same round; tokens that such a step gave; and the
+share of guesses that the model chose.
 
 How much a prompt weighs is set by --num_records (extraction) or --input_len (prose) against --output_len. The base
 alone is served. Prints a table; --json and --plot write files."""
