@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from multilora_jax.bench.panels import Panel, Report, bars, equal_line, round_bars
+from multilora_jax.bench.panels import Panel, Report, bars, equal_line, round_bars, three_digits
 
 
 def _first_tokens(axes: Any, report: Report) -> None:
     """Times of each request, in milliseconds, with what of its prompt was found."""
     rows = report["rows"]
-    first, longest = rows[0]["ttft_s"], max(row["ttft_s"] for row in rows)
+    times = [1e3 * row["ttft_s"] for row in rows]
     round_bars(
         axes,
         [f"{row['request']}\n{row['cached_tokens']} of {row['prompt_tokens']}\ntokens found" for row in rows],
-        [1e3 * row["ttft_s"] for row in rows],
+        times,
         [[1e3 * seconds for seconds in row["ttft_s_by_round"]] for row in rows],
-        marks=[None if row["aim_ratio"] is None else 1e3 * row["aim_ratio"] * first for row in rows],
+        marks=[None if row["aim_ratio"] is None else row["aim_ratio"] * times[0] for row in rows],
         words="aim, at most",
-        spec=".0f" if longest > 0.1 else ".3g",
+        spec=three_digits(times),
     )
     axes.set(ylabel="time to first token, ms")
     axes.tick_params("x", labelsize=8)
@@ -46,7 +46,7 @@ def _lookup_speeds(axes: Any, report: Report) -> None:
     for row in rows:
         name = "without lookup" if row["lookup"] == "off" else f"guessing up to {row['lookup']} tokens"
         series.setdefault(name, []).extend(row[f"{part}tokens_per_second"] for part in _PARTS)
-    bars(axes, [f"{task}\n{words}" for task in tasks for words in _PARTS.values()], series, ".0f")
+    bars(axes, [f"{task}\n{words}" for task in tasks for words in _PARTS.values()], series)
     axes.set(ylabel="new tokens per second")
 
 
@@ -123,13 +123,13 @@ def _agreement(axes: Any, report: Report) -> None:
 
 
 def _weight_speeds(axes: Any, report: Report) -> None:
-    bars(axes, *_by_weights(report["rows"], "tokens_per_second"), ".0f")
+    bars(axes, *_by_weights(report["rows"], "tokens_per_second"))
     axes.set(xlabel="weights of the base", ylabel="new tokens per second")
 
 
 def _weight_sizes(axes: Any, report: Report) -> None:
     rows = [row for row in report["rows"] if row["adapter"] == "-"]
-    bars(axes, *_by_weights(rows, "weight_mib"), ".0f")
+    bars(axes, *_by_weights(rows, "weight_mib"))
     axes.set(xlabel="weights of the base", ylabel="size of the weights, MiB")
 
 

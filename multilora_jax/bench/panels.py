@@ -27,7 +27,7 @@ def bars(
     axes: Any,
     names: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
-    spec: str = ".3g",
+    spec: str | None = None,
     *,
     notes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
@@ -37,10 +37,11 @@ def bars(
         axes: where.
         names: of the groups.
         series: name to a value for each group.
-        spec: of the values.
+        spec: of the values; by default three digits, and none behind the point of large ones.
         notes: name of a series to what stands below each of its values.
     """
     width = 0.8 / max(1, len(series))
+    spec = spec or three_digits([value for values in series.values() for value in values])
     for number, (label, values) in enumerate(series.items()):
         places = [i - 0.4 + width * (number + 0.5) for i in range(len(names))]
         drawn = axes.bar(places, [value or 0 for value in values], width * 0.94, label=label)
@@ -53,6 +54,11 @@ def bars(
     axes.margins(y=0.14)
     if len(series) > 1:
         legend(axes)
+
+
+def three_digits(values: Sequence[float | None]) -> str:
+    """The format specification of values of one kind."""
+    return ".0f" if max((value or 0 for value in values), default=0) >= 100 else ".3g"
 
 
 def legend(axes: Any) -> None:
