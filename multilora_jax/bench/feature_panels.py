@@ -135,10 +135,11 @@ def _weight_sizes(axes: Any, report: Report) -> None:
 
 def _by_weights(rows: Sequence[Report], key: str, words: str = "") -> tuple[list[str], dict[str, list[Any]]]:
     """Names of weights, and a series for each adapter, whose name begins with `words`."""
-    series: dict[str, list[Any]] = {}
+    several, series = len({row["adapter"] for row in rows}) > 1, dict[str, list[Any]]()
     for row in rows:
         under = "no adapter" if row["adapter"] == "-" else f"adapter {row['adapter']}"
-        series.setdefault(f"{words}, {under}" if words else under, []).append(row[key])
+        name = ", ".join(filter(None, (words, under if several else "")))
+        series.setdefault(name, []).append(row[key])
     return list(dict.fromkeys(row["weights"] for row in rows)), series
 
 

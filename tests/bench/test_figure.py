@@ -159,6 +159,22 @@ def test_a_page_shows_axes_and_floors(tmp_path):
         assert words in page  # matplotlib writes each text as a comment beside its outlines
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("prefix", ["time to first token, ms", "512 of 528", "aim, at most", "single rounds"]),
+        ("lookup", ["guessing up to 8 tokens", "decoding", "aim, at least", "speed / speed without lookup"]),
+        ("structured", ["every other row", "time between two tokens of an answer, ms", "share of 200 answers", "98.5"]),
+        ("quality", ["perplexity of 1,016 tokens", "+0.27 %", "most likely next token, adapter upper", "MiB"]),
+    ],
+)
+def test_the_features_pictures_say_what_they_show(name, words, tmp_path):
+    path = tmp_path / "out.svg"
+    draw(REPORTS[name], str(path))
+    picture = path.read_text()
+    assert [word for word in words if word not in picture] == []
+
+
 def test_the_plot_command(tmp_path):
     source, out = tmp_path / "report.json", tmp_path / "out.svg"
     source.write_text(json.dumps(REPORTS["peers"]))
