@@ -101,12 +101,14 @@ HOST = (
     "multilora_jax.server",
     "multilora_jax.adapters",
     "multilora_jax.bench.extras",
+    "multilora_jax.bench.feature_panels",
     "multilora_jax.bench.figure",
     "multilora_jax.bench.floors",
     "multilora_jax.bench.hf_folder",
     "multilora_jax.bench.hf_worker",
     "multilora_jax.bench.llama_server",
     "multilora_jax.bench.mixes",
+    "multilora_jax.bench.panels",
     "multilora_jax.bench.peer_process",
     "multilora_jax.bench.plot",
     "multilora_jax.bench.pool_use",
@@ -116,6 +118,7 @@ HOST = (
     "multilora_jax.bench.serve_load",
     "multilora_jax.bench.serve_report",
     "multilora_jax.bench.summary",
+    "multilora_jax.bench.texts",
     "multilora_jax.pool_map",
 )
 """Modules and packages that work, and are tested in milliseconds, without jax."""

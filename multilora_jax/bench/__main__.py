@@ -4,9 +4,9 @@ python -m multilora_jax.bench throughput --config FILE --mix base,distinct      
 python -m multilora_jax.bench adapters --config FILE --counts 1,10,100,1000      speed by number of adapters
 python -m multilora_jax.bench adapters --config FILE --cold                      latency of adapters read from disk
 python -m multilora_jax.bench prefix --config FILE                               first tokens of equal prompt starts
-python -m multilora_jax.bench lookup --config FILE                               extraction with prompt lookup
+python -m multilora_jax.bench lookup --config FILE                               prompt lookup and without
 python -m multilora_jax.bench structured --config FILE                           answers that follow a JSON schema
-python -m multilora_jax.bench quality --config FILE                              quantised base against float32
+python -m multilora_jax.bench quality --config FILE                              smaller weights against float32
 python -m multilora_jax.bench latency --config FILE --batch-size 8               times of one batch, step by step
 python -m multilora_jax.bench serve --base-url URL --request-rate 4              times and goodput of a server
 python -m multilora_jax.bench peers --config FILE                                beside transformers and PEFT

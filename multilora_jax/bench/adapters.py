@@ -62,7 +62,7 @@ With --cold it measures adapters that must be read from disk while the queue is 
 without: the time to their first token, and what the reading does to a running stream. The disk's speed is emulated.
 
 max_num_seqs is 16 here, whatever the file says, unless --max_num_seqs gives another, and max_rank_rows what that many
-distinct adapters need, unless --max_rank_rows is given. Prints a table, writes JSON where --json says."""
+distinct adapters need, unless --max_rank_rows is given. Prints a table; --json and --plot write files."""
 
 COLUMNS = {
     "num_adapters": "d", "tokens_per_second": ".1f", "ttft_p50_s": ".3f", "ratio_to_one": ".3f",

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from multilora_jax.bench.extras import require
+from multilora_jax.bench.feature_panels import FEATURE_PANELS
+from multilora_jax.bench.panels import LINE, Panel, Report, bars, has, legend, round_bars
 from multilora_jax.errors import ConfigError
 
 KINDS = (".png", ".svg", ".pdf", ".html")
 """What a picture's file name may end in; .html is a page with the picture in it as SVG."""
 
-Report = Mapping[str, Any]
-
-_FLOOR = {"color": "black", "linewidth": 1.6}
-_FLOOR_WORDS = "floor by bytes read"
+FLOOR_WORDS = "floor by bytes read"
 
 
 def check_figure(path: str) -> None:
@@ -70,71 +69,23 @@ def _title(report: Report) -> str:
     return "   ".join(str(word) for word in words if word)
 
 
-class _Panel:
-    """One pair of axes: how it is drawn, and whether the report has what it shows."""
-
-    def __init__(self, draw: Callable[[Any, Report], None], wanted: Callable[[Report], bool] = lambda _: True):
-        self.draw, self.wanted = draw, wanted
-
-
-def _has(key: str) -> Callable[[Report], bool]:
-    """Whether any row has a value there."""
-    return lambda report: any(row.get(key) is not None for row in report["rows"])
-
-
-def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], spec: str = ".3g") -> None:
-    """Groups of bars, a value on each; None is no bar."""
-    width = 0.8 / max(1, len(series))
-    for number, (label, values) in enumerate(series.items()):
-        places = [i - 0.4 + width * (number + 0.5) for i in range(len(names))]
-        bars = axes.bar(places, [value or 0 for value in values], width * 0.94, label=label)
-        axes.bar_label(bars, ["" if v is None else format(v, spec) for v in values], fontsize=7, padding=2)
-    axes.set_xticks(range(len(names)), names, rotation=25 if max(map(len, names)) > 9 else 0)
-    axes.margins(y=0.14)
-    if len(series) > 1:
-        _legend(axes)
-
-
-def _legend(axes: Any) -> None:
-    """Above the axes, where nothing is drawn, in as many columns as are not wider than they."""
-    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0)
-    columns = max(1, min(4, 70 // (longest + 8)))
-    axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False)
-
-
 def _ratio_bars(key: str, floor_key: str, by_round: str, label: str) -> Callable[[Any, Report], None]:
     """Bars of a ratio by mix, a line across each where its floor is, and a dot for each round."""
 
     def draw(axes: Any, report: Report) -> None:
         rows = report["rows"]
-        names, values = [row["mix"] for row in rows], [row[key] for row in rows]
-        bars = axes.bar(names, [value or 0 for value in values], 0.75, label="measured, median")
-        # In the middle: dots and floors are where the bars end.
-        marks = ["" if value is None else f"{value:.2f}" for value in values]
-        axes.bar_label(bars, marks, label_type="center", fontsize=8, color="white")
-        for place, row in enumerate(rows):
-            if row[floor_key] is not None:
-                words = _FLOOR_WORDS if place == 0 else None
-                axes.hlines(row[floor_key], place - 0.44, place + 0.44, label=words, **_FLOOR)
-            dots = row[by_round] or []
-            axes.plot(
-                [place] * len(dots),
-                dots,
-                "o",
-                color="black",
-                markersize=3,
-                alpha=0.5,
-                label="single rounds" if place == 0 else None,
-            )
+        round_bars(
+            axes, [row["mix"] for row in rows], [row[key] for row in rows], [row[by_round] for row in rows],
+            marks=[row[floor_key] for row in rows], words=FLOOR_WORDS,
+        )  # fmt: skip
         axes.set(xlabel="mix of adapters", ylabel=label)
-        _legend(axes)
 
     return draw
 
 
 def _speed_by_mix(axes: Any, report: Report) -> None:
     rows = report["rows"]
-    _bars(axes, [row["mix"] for row in rows], {"": [row["tokens_per_second"] for row in rows]}, ".0f")
+    bars(axes, [row["mix"] for row in rows], {"": [row["tokens_per_second"] for row in rows]}, ".0f")
     axes.set(xlabel="mix of adapters", ylabel="new tokens per second")
 
 
@@ -160,7 +111,7 @@ def _lines(
         axes.set_ylim(bottom=0)
         axes.set(xlabel="registered adapters", ylabel=label)
         axes.grid(alpha=0.3)
-        _legend(axes)
+        legend(axes)
 
     return draw
 
@@ -172,18 +123,18 @@ _DASHED = {"color": "black", "linestyle": "--"}
 def _cold_times(axes: Any, report: Report) -> None:
     rows = report["rows"]
     keys = {"cold adapter": "cold_ttft_p50_s", "adapter in the pool": "warm_ttft_p50_s"}
-    _bars(axes, [f"prefetch {row['prefetch']}" for row in rows], {w: [row[k] for row in rows] for w, k in keys.items()})
+    bars(axes, [f"prefetch {row['prefetch']}" for row in rows], {w: [row[k] for row in rows] for w, k in keys.items()})
     axes.set(ylabel="median time to first token, s")
 
 
 def _cold_gaps(axes: Any, report: Report) -> None:
     row = next(row for row in report["rows"] if row["gap_ratio"] is not None)
-    _bars(axes, ["while an adapter loads", "as many steps without"], {"": [row["gap_ratio"], row["quiet_gap_ratio"]]})
-    axes.axhline(1, **_FLOOR)
+    bars(axes, ["while an adapter loads", "as many steps without"], {"": [row["gap_ratio"], row["quiet_gap_ratio"]]})
+    axes.axhline(1, **LINE)
     axes.set(ylabel="largest gap between tokens / median gap")
 
 
-def _percentiles(metric: str, label: str) -> _Panel:
+def _percentiles(metric: str, label: str) -> Panel:
     """Bars of a metric's statistics, by mix where the report has mixes."""
 
     def rows_of(report: Report) -> list[Mapping[str, Any]]:
@@ -191,10 +142,10 @@ def _percentiles(metric: str, label: str) -> _Panel:
 
     def draw(axes: Any, report: Report) -> None:
         names = ("mean", "median", "p95", "p99")
-        _bars(axes, names, {row.get("mix", ""): [row[name] for name in names] for row in rows_of(report)})
+        bars(axes, names, {row.get("mix", ""): [row[name] for name in names] for row in rows_of(report)})
         axes.set(xlabel="statistic", ylabel=f"{label}, ms")
 
-    return _Panel(draw, lambda report: bool(rows_of(report)))
+    return Panel(draw, lambda report: bool(rows_of(report)))
 
 
 def _phases(axes: Any, report: Report) -> None:
@@ -206,7 +157,7 @@ def _phases(axes: Any, report: Report) -> None:
         bottom = [low + row[key] for low, row in zip(bottom, rows, strict=True)]
     axes.margins(y=0.1)
     axes.set(xlabel="mix and kind of step", ylabel="median time of a step, ms")
-    _legend(axes)
+    legend(axes)
 
 
 def _distribution(keys: Mapping[str, str], label: str) -> Callable[[Any, Report], None]:
@@ -225,7 +176,7 @@ def _distribution(keys: Mapping[str, str], label: str) -> Callable[[Any, Report]
         axes.set_ylim(0, 1.02)
         axes.set(xlabel=label, ylabel="share of requests")
         axes.grid(alpha=0.3)
-        _legend(axes)
+        legend(axes)
 
     return draw
 
@@ -254,10 +205,10 @@ def _peers(key: str, label: str, spec: str, *, inverse: bool = False) -> Callabl
         for name, rows in _engines(report).items():
             values = [rows[count][key] if count in rows else None for count in counts]
             series[name] = [None if v is None else 1 / v if inverse else v for v in values]
-        _bars(axes, [str(count) for count in counts], series, spec)
+        bars(axes, [str(count) for count in counts], series, spec)
         if inverse:
-            axes.axhline(1, label="equal", **_FLOOR)
-            _legend(axes)
+            axes.axhline(1, label="equal", **LINE)
+            legend(axes)
         axes.set(xlabel="distinct adapters of the requests", ylabel=label)
 
     return draw
@@ -270,41 +221,42 @@ _LATENCIES = {
     "e2el_ms": "to the last token",
 }
 
-_PANELS: dict[str, Sequence[_Panel]] = {
+_PANELS: dict[str, Sequence[Panel]] = {
+    **FEATURE_PANELS,
     "throughput": (
-        _Panel(_speed_by_mix),
-        _Panel(
+        Panel(_speed_by_mix),
+        Panel(
             _ratio_bars("ratio_to_base", "byte_floor_ratio", "ratio_to_base_by_round", "speed / speed of the base"),
-            _has("ratio_to_base"),
+            has("ratio_to_base"),
         ),
-        _Panel(
+        Panel(
             _ratio_bars("ratio_to_loop", "loop_floor_ratio", "ratio_to_loop_by_round", "speed / speed of the loop"),
-            _has("ratio_to_loop"),
+            has("ratio_to_loop"),
         ),
     ),
     "adapters": (
-        _Panel(
+        Panel(
             _lines(
-                {"ratio_to_one": ("measured", _MARKED), "byte_floor_ratio": (_FLOOR_WORDS, _DASHED)},
+                {"ratio_to_one": ("measured", _MARKED), "byte_floor_ratio": (FLOOR_WORDS, _DASHED)},
                 "speed / speed with one adapter",
             ),
-            _has("ratio_to_one"),
+            has("ratio_to_one"),
         ),
-        _Panel(_lines({"tokens_per_second": ("measured", _MARKED)}, "new tokens per second")),
-        _Panel(_lines({"ttft_p50_s": ("median", _MARKED)}, "time to first token, ms", 1000)),
+        Panel(_lines({"tokens_per_second": ("measured", _MARKED)}, "new tokens per second")),
+        Panel(_lines({"ttft_p50_s": ("median", _MARKED)}, "time to first token, ms", 1000)),
     ),
-    "adapters --cold": (_Panel(_cold_times), _Panel(_cold_gaps, _has("gap_ratio"))),
+    "adapters --cold": (Panel(_cold_times), Panel(_cold_gaps, has("gap_ratio"))),
     "latency": (
         *(_percentiles(metric, label) for metric, label in _LATENCIES.items() if metric != "tpot_ms"),
-        _Panel(_phases, lambda report: bool(report["phases"])),
+        Panel(_phases, lambda report: bool(report["phases"])),
     ),
     "serve": (
-        _Panel(_distribution({key: _LATENCIES[key] for key in ("ttft_ms", "e2el_ms")}, "time from arrival, ms")),
-        _Panel(_distribution({"tpot_ms": _LATENCIES["tpot_ms"]}, "time, ms")),
-        _Panel(_by_adapter, lambda report: report["jain"] is not None),
+        Panel(_distribution({key: _LATENCIES[key] for key in ("ttft_ms", "e2el_ms")}, "time from arrival, ms")),
+        Panel(_distribution({"tpot_ms": _LATENCIES["tpot_ms"]}, "time, ms")),
+        Panel(_by_adapter, lambda report: report["jain"] is not None),
     ),
     "peers": (
-        _Panel(_peers("tokens_per_second", "new tokens per second", ".0f")),
-        _Panel(_peers("ratio_to_ours", "speed of this engine / speed of the other", ".2f", inverse=True)),
+        Panel(_peers("tokens_per_second", "new tokens per second", ".0f")),
+        Panel(_peers("ratio_to_ours", "speed of this engine / speed of the other", ".2f", inverse=True)),
     ),
 }

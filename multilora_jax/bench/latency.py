@@ -39,7 +39,7 @@ requests of all timed iterations. Then, in iterations of their own that wait for
 median time of each phase of a step: plan (schedule, adapters), inputs (built and sent), device (the programs), output.
 
 max_num_seqs is --batch-size here, unless --max_num_seqs gives another, and max_rank_rows what that many sequences with
-adapters of their own need, unless --max_rank_rows is given. Prints tables, writes JSON where --json says."""
+adapters of their own need, unless --max_rank_rows is given. Prints tables; --json and --plot write files."""
 
 METRICS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
 COLUMNS = {"mix": "", "metric": "", "mean": ".2f", "median": ".2f", "p95": ".2f", "p99": ".2f", "max": ".2f"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from multilora_jax.bench.answers import Request, answer, greedy
 from multilora_jax.bench.llama_server import LlamaServer
 from multilora_jax.bench.peer_process import PeerProcess
 from multilora_jax.bench.runs import run_once
 from multilora_jax.engine.llm_engine import LLMEngine
-from multilora_jax.request import LoRARequest, SamplingParams
+from multilora_jax.request import LoRARequest
 
 HF_METHODS = ("mixed", "loop")
 
@@ -67,17 +68,8 @@ class Ours:
 
     def answer(self, prompts: Sequence[list[int]], adapters: Sequence[int | None], max_tokens: int) -> list[list[int]]:
         """The tokens of the same answers."""
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        found: dict[str, list[int]] = {}
-        for prompt, lora in zip(prompts, self._chosen(adapters), strict=True):
-            found[request_id := next(self._ids)] = []
-            self._engine.add_request(request_id, prompt, params, lora)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.error is not None:
-                    raise output.error
-                found[output.request_id] = list(output.outputs[0].token_ids)
-        return list(found.values())
+        pairs = zip(prompts, self._chosen(adapters), strict=True)
+        return answer(self._engine, [Request(prompt, greedy(max_tokens), lora) for prompt, lora in pairs]).token_ids
 
     def _chosen(self, adapters: Sequence[int | None]) -> list[LoRARequest | None]:
         return [None if number is None else self._loras[number] for number in adapters]

@@ -58,7 +58,7 @@ theirs: the share of tokens up to the first that differs.
 Every engine has as many threads as this process has cores (taskset gives it fewer). hf-* needs torch, transformers
 and peft: pip install 'multilora_jax[peers]', or --peer-python names an interpreter that has them. The pool is set to
 hold everything, max_num_seqs is --num-prompts, unless --max_num_seqs gives another, and max_rank_rows what that many
-distinct adapters need, unless --max_rank_rows is given. Prints a table, writes JSON where --json says."""
+distinct adapters need, unless --max_rank_rows is given. Prints a table; --json and --plot write files."""
 
 COLUMNS = {
     "engine": "", "dtype": "", "num_adapters": "d", "tokens_per_second": ".1f", "ratio_to_ours": ".3f",

@@ -1,7 +1,7 @@
-"""`bench quality`: what quantisation of the base costs and saves, against float32 on the same prompts.
+"""`bench quality`: what fewer bits for the base cost and save, against float32 on the same prompts.
 
-Two engines in one process answer the same requests: the reference in float32, the other quantised. Both score a fixed
-text, token by token, and continue the starts of its parts greedily; then both run a timed batch in turn.
+Engines in one process answer the same requests: the reference in float32, the others with smaller weights. Each scores
+parts of a fixed text, token by token, and continues them greedily; then all run a timed batch in turn.
 """
 
 from __future__ import annotations
@@ -11,74 +11,74 @@ import itertools
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from absl import flags as absl_flags
 from absl import logging
 
-from multilora_jax import flags
+from multilora_jax.bench.answers import Request, answer
 from multilora_jax.bench.floors import weight_bytes
-from multilora_jax.bench.report import check_writable, make_report, table, write_json
+from multilora_jax.bench.report import make_report, table
 from multilora_jax.bench.runs import (
-    check_compilations,
+    build_engine,
     check_length,
-    define_run_flags,
+    check_sound,
     random_prompts,
+    rank_rows_of,
     run_once,
     settings_of,
 )
+from multilora_jax.bench.texts import text_pieces
+from multilora_jax.bench.workload import command, option
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
 from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
-from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
-
-# The flags count as those of the program that asks for them, so that its --help lists them.
-absl_flags.disclaim_key_flags()
+from multilora_jax.request import LoRARequest, SamplingParams
 
 COLUMNS = {
     "weights": "", "dtype": "", "adapter": "", "weight_mib": ".1f", "perplexity": ".3f", "perplexity_ratio": ".4f",
     "same_next_token": ".4f", "same_prefix": ".1f", "tokens_per_second": ".1f", "ratio_to_float32": ".3f",
 }  # fmt: skip
 
-TEXT = Path(__file__).parent / "data" / "quality_text.txt"
-"""Some 2,600 tokens of prose, dialogue, explanation and code, written for this command."""
+WEIGHTS: dict[str, dict[str, str | None]] = {
+    "float32": {"dtype": "float32", "quantization": None},
+    "bfloat16": {"dtype": "bfloat16", "quantization": None},
+    "float16": {"dtype": "float16", "quantization": None},
+    "int8": {"quantization": "int8"},
+}
+"""What --weights names, as configuration keys."""
 
 DEFAULT_NUM_SEQS = 8
 
 ARGUMENTS = ""
 EXAMPLE = "python -m multilora_jax.bench quality --config configs/smollm2.yaml"
-ABOUT = """Quality, size and speed of the quantised base against float32, alone and under one adapter (the first of the
-configuration, or a random one of rank 16). For each: perplexity of a fixed text in parts of --part_len tokens and its
-ratio to float32's; the share of the text's positions at which both find the same token most likely; how many tokens of
-greedy answers of --output_len are the same before the first difference, on average over --num_prompts pieces of
-the text; bytes of the weights; tokens per second of random prompts, the two engines taking turns.
+ABOUT = """Quality, size and speed of smaller weights against float32. For each: perplexity of --num_parts parts of a
+fixed text and its ratio to float32's; the share of the text's positions at which both find the same token most likely;
+how many tokens of greedy continuations of the parts are the same before the first difference, on average; bytes of the
+weights; tokens per second of random prompts, the engines taking turns. How many tokens stand behind each figure is
+printed too. With --adapter all that again under an adapter, which is never rounded.
 
-quantization is int8 here unless the configuration names another; max_num_seqs is 8 unless --max_num_seqs is given.
-Prints a table, writes JSON where --json says."""
+max_num_seqs is 8 here, whatever the file says, unless --max_num_seqs gives another; `int8` computes in the
+configuration's dtype. Prints a table; --json and --plot write files."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        part_len: tokens of each part of the text.
-        num_prompts: greedy answers, and requests of one timed run.
-        input_len: tokens of each prompt, a part of the text or random.
-        output_len: tokens of each answer.
-        rounds: timed runs of each engine.
-    """
-
-    part_len: int = 256
-    num_prompts: int = 16
-    input_len: int = 48
-    output_len: int = 32
-    rounds: int = 3
+    weights: tuple[str, ...] = option(("bfloat16", "int8"), f"What is held against float32, of {', '.join(WEIGHTS)}.")
+    adapter: bool = option(
+        default=False, doc="Again under an adapter: the configuration's first, or a random one of rank 16."
+    )
+    num_parts: int = option(8, "Parts of the text.")
+    part_len: int = option(128, "Tokens of each part; all but the first are scored.", 2)
+    output_len: int = option(32, "Tokens of each answer: each part's continuation, and those of timed runs.")
+    num_prompts: int = option(8, "Requests of a timed run.")
+    input_len: int = option(48, "Tokens of each of their prompts.")
+    rounds: int = option(3, "Timed runs of each engine, which take turns; the figures are medians over them.")
 
 
 @dataclass
@@ -92,141 +92,102 @@ class Seen:
 
     logprobs: list[float]
     best: list[int]
-    answers: list[tuple[int, ...]]
+    answers: list[list[int]]
 
     @property
     def perplexity(self) -> float:
         return math.exp(-statistics.fmean(self.logprobs))
 
 
-def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
-    """Defines this command's flags: those of the configuration and its own."""
-    flags.define_flags(flag_values)
-    defaults = dataclasses.asdict(Workload())
-    absl_flags.DEFINE_integer(
-        "part_len", defaults.pop("part_len"), "Tokens of each part of the text.", lower_bound=2, flag_values=flag_values
-    )
-    define_run_flags(flag_values, **defaults)
-
-
-def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
-    """Runs the command from parsed flags; it takes no words."""
-    del words
-    f = flag_values
-    if f.json is not None:
-        check_writable(f.json)
-    config = flags.config_from_flags(f)
-    num_seqs = config.max_num_seqs if f["max_num_seqs"].present else DEFAULT_NUM_SEQS
-    config = dataclasses.replace(config, max_num_seqs=num_seqs, quantization=config.quantization or "int8")
-    report = measure(config, Workload(f.part_len, f.num_prompts, f.input_len, f.output_len, f.rounds))
-    print(table(report["rows"], COLUMNS))
-    if f.json is not None:
-        write_json(f.json, report)
-    return 0
-
-
 def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
-    """Runs the workload; returns the report (see bench.report), two rows without an adapter, then two with one.
+    """Runs the workload.
 
     Args:
-        config: of the quantised engine; the reference differs in dtype and quantization alone.
+        config: what the engines share; they differ in dtype and quantization alone.
+        work: the workload.
+
+    Returns:
+        the report (see bench.report): a row for float32 and for each of `weights`, without an adapter, then with one.
 
     Raises:
         ConfigError, UserError: the engine cannot serve this, or the model has no tokenizer.
         RuntimeError: something was compiled after warm-up, so the figures mean nothing.
     """
-    check_length(config, work.input_len, work.output_len)
-    check_length(config, work.part_len, 1)
-    engines = [
-        LLMEngine(dataclasses.replace(config, dtype="float32", quantization=None, lora_modules={}, adapter_roots=())),
-        LLMEngine(dataclasses.replace(config, lora_modules={}, adapter_roots=())),
-    ]
-    for engine in engines:
+    unknown = next((name for name in work.weights if name not in WEIGHTS), None)
+    if unknown is not None:
+        raise ConfigError(f"unknown weights {unknown!r}: give some of {', '.join(WEIGHTS)}", reason="bad_value",
+                          param="weights")  # fmt: skip
+    if work.adapter and not config.enable_lora:
+        raise ConfigError("enable_lora is false: leave --adapter out", reason="conflicting_keys", param="adapter")
+    check_length(config, max(work.input_len, work.part_len), work.output_len)
+    # Programs for more adapters than one would take longer to compile than all else takes.
+    changes: dict[str, Any] = {"enable_lora": work.adapter}
+    if work.adapter:
+        changes["max_rank_rows"] = rank_rows_of(1, config.max_lora_rank, config.max_lora_rank)
+    engines = {
+        name: build_engine(config, texts=True, **changes, **WEIGHTS[name])
+        for name in dict.fromkeys(("float32", *work.weights))
+    }
+    for engine in engines.values():
         engine.warm_up()
     rows: list[dict[str, Any]] = []
-    with _adapters(engines, config) as loras:
+    with _adapters([*engines.values()], config, work) as loras:
         for lora in loras:
-            seen = [look(engine, lora, work) for engine in engines]
+            seen = {name: look(engine, lora, work) for name, engine in engines.items()}
             speeds = _speeds(engines, lora, work)
-            rows += [
-                _row(engine, lora, mine, seen[0], speed, speeds[0])
-                for engine, mine, speed in zip(engines, seen, speeds, strict=True)
-            ]
-    for engine in engines:
-        check_compilations(engine)
-    return make_report("quality", settings_of(engines[1], dataclasses.asdict(work)), rows)
+            rows += [_row(name, engine, lora, seen, speeds) for name, engine in engines.items()]
+    for engine in engines.values():
+        check_sound(engine)
+    settings = settings_of(engines["float32"], {**dataclasses.asdict(work), "weights": [*engines]})
+    return make_report("quality", settings, rows)
 
 
 def look(engine: LLMEngine, lora: LoRARequest | None, work: Workload) -> Seen:
-    """Scores the text and continues its parts.
-
-    Raises:
-        ConfigError: the model has no tokenizer.
-    """
+    """Scores the parts of the text and continues them."""
     tokenizer = engine.tokenizer_for(lora)
-    if tokenizer is None:
-        raise ConfigError("the model has no tokenizer, which the text needs: set tokenizer", reason="missing_key",
-                          param="tokenizer")  # fmt: skip
-    ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
-    parts = [part for first in range(0, len(ids), work.part_len) if len(part := ids[first : first + work.part_len]) > 1]
-    scored = _answers(engine, parts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), lora)
+    assert tokenizer is not None
+    # Each continuation is of one batch with the scoring, so that the parts are read once.
+    params = SamplingParams(
+        temperature=0, max_tokens=work.output_len, ignore_eos=True, detokenize=False, prompt_logprobs=1
+    )
+    parts = text_pieces(tokenizer, work.num_parts, work.part_len)
+    answers = answer(engine, [Request(part, params, lora) for part in parts])
     logprobs, best = [], []
-    for part, output in zip(parts, scored, strict=True):
+    for part, output in zip(parts, answers.outputs, strict=True):
         assert output.prompt_logprobs is not None
         for token, entry in zip(part[1:], output.prompt_logprobs[1:], strict=True):
             assert entry is not None
             logprobs.append(entry[token].logprob)
             best.append(next(other for other, value in entry.items() if value.rank == 1))
-    stride = max(1, (len(ids) - work.input_len) // work.num_prompts)
-    starts = [ids[n * stride : n * stride + work.input_len] for n in range(work.num_prompts)]
-    greedy = SamplingParams(temperature=0, max_tokens=work.output_len, ignore_eos=True, detokenize=False)
-    answers = [tuple(output.outputs[0].token_ids) for output in _answers(engine, starts, greedy, lora)]
-    return Seen(logprobs, best, answers)
+    return Seen(logprobs, best, answers.token_ids)
 
 
-def same_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens before the first difference."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
 
 
-def _answers(
-    engine: LLMEngine, prompts: list[list[int]], params: SamplingParams, lora: LoRARequest | None
-) -> list[RequestOutput]:
-    """The outputs of all prompts in their order."""
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"quality-{number}", prompt, params, lora)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.error is not None:
-                raise output.error
-            if output.finished:
-                done[output.request_id] = output
-    return [done[f"quality-{number}"] for number in range(len(prompts))]
-
-
-def _speeds(engines: list[LLMEngine], lora: LoRARequest | None, work: Workload) -> list[list[float]]:
+def _speeds(engines: dict[str, LLMEngine], lora: LoRARequest | None, work: Workload) -> dict[str, list[float]]:
     """Tokens per second of each round of each engine, after an untimed run of each."""
     ids = (f"speed-{n}" for n in itertools.count())
-    prompts = random_prompts(engines[0], work.num_prompts, work.input_len)
-    speeds: list[list[float]] = [[] for _ in engines]
+    prompts = random_prompts(engines["float32"], work.num_prompts, work.input_len)
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(work.rounds + 1):
-        order = list(enumerate(engines))
-        for which, engine in order if number % 2 else reversed(order):
-            run = run_once(engine, prompts, [lora] * len(prompts), work.output_len, ids)
+        for name in engines if number % 2 else reversed(engines):
+            run = run_once(engines[name], prompts, [lora] * len(prompts), work.output_len, ids)
             if number:
-                speeds[which].append(run.tokens_per_second)
-                logging.info("round %d of %d: %.1f tokens/s", number, work.rounds, run.tokens_per_second)
+                speeds[name].append(run.tokens_per_second)
+                logging.info("round %d of %d: %s %.1f tokens/s", number, work.rounds, name, run.tokens_per_second)
     return speeds
 
 
 @contextmanager
-def _adapters(engines: list[LLMEngine], config: EngineConfig) -> Iterator[list[LoRARequest | None]]:
-    """No adapter, and where adapters are served one that both engines have loaded."""
+def _adapters(engines: list[LLMEngine], config: EngineConfig, work: Workload) -> Iterator[list[LoRARequest | None]]:
+    """No adapter, and where one is asked for one that all engines have loaded."""
     with tempfile.TemporaryDirectory(prefix="multilora_bench_") as folder:
         name, path = next(iter(config.lora_modules.items()), ("random", f"{folder}/random"))
         loras: list[LoRARequest | None] = [None]
-        if config.enable_lora:
+        if work.adapter:
             if not config.lora_modules:
                 rank = min(16, config.max_lora_rank)
                 save_peft(random_adapter_weights(engines[0].model_config, rank, seed=config.seed), path)
@@ -237,13 +198,14 @@ def _adapters(engines: list[LLMEngine], config: EngineConfig) -> Iterator[list[L
 
 
 def _row(
-    engine: LLMEngine, lora: LoRARequest | None, mine: Seen, reference: Seen, speeds: list[float], base: list[float]
+    name: str, engine: LLMEngine, lora: LoRARequest | None, seen: dict[str, Seen], speeds: dict[str, list[float]]
 ) -> dict[str, Any]:
     """A row of the report."""
+    mine, reference = seen[name], seen["float32"]
     prefixes = [same_prefix(*pair) for pair in zip(mine.answers, reference.answers, strict=True)]
     same = [a == b for a, b in zip(mine.best, reference.best, strict=True)]
     return {
-        "weights": engine.config.quantization or engine.geometry.dtype,
+        "weights": name,
         "dtype": engine.geometry.dtype,
         "adapter": "-" if lora is None else lora.lora_name,
         "weight_mib": weight_bytes(engine.model_config, engine.geometry, engine.config.quantization) / 2**20,
@@ -251,9 +213,26 @@ def _row(
         "perplexity": mine.perplexity,
         "perplexity_ratio": mine.perplexity / reference.perplexity,
         "same_next_token": statistics.fmean(same),
+        "greedy_tokens": sum(map(len, mine.answers)),
         "same_prefix": statistics.fmean(prefixes),
         "same_prefix_by_prompt": prefixes,
-        "tokens_per_second": statistics.median(speeds),
-        "ratio_to_float32": statistics.median(a / b for a, b in zip(speeds, base, strict=True)),
-        "tokens_per_second_by_round": speeds,
+        "tokens_per_second": statistics.median(speeds[name]),
+        "ratio_to_float32": statistics.median(a / b for a, b in zip(speeds[name], speeds["float32"], strict=True)),
+        "tokens_per_second_by_round": speeds[name],
     }
+
+
+def show(report: dict[str, Any]) -> str:
+    """The table, and how many tokens stand behind its figures."""
+    config, row = report["config"], report["rows"][0]
+    parts, length, rounds = config["num_parts"], config["output_len"], config["rounds"]
+    return "\n".join([
+        table(report["rows"], COLUMNS),
+        f"perplexity, same_next_token: {row['scored_tokens']} tokens, in {parts} parts of a text",
+        f"same_prefix: {row['greedy_tokens']} tokens, in {parts} greedy answers; {length} if all are the same",
+        f"tokens_per_second: {rounds} x {config['num_prompts'] * length} tokens, the median of {rounds} rounds",
+    ])  # fmt: skip
+
+
+define_flags, main = command(Workload, measure, show, num_seqs=DEFAULT_NUM_SEQS)
+"""What flags.run_command calls; see bench.workload."""

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from absl import flags as absl_flags
 
+from multilora_jax.bench.answers import greedy, step
 from multilora_jax.bench.report import define_output_flags
 from multilora_jax.config import POOL_SIZE_KEYS, EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.engine.rank_rows import ROW_BLOCK
 from multilora_jax.errors import ConfigError
-from multilora_jax.request import LoRARequest, SamplingParams
+from multilora_jax.request import LoRARequest
 
 # The flags count as those of the program that asks for them, so that its --help lists them.
 absl_flags.disclaim_key_flags()
@@ -108,6 +109,24 @@ def rank_rows_of(num_adapters: int, rank: int, max_lora_rank: int) -> int:
     return max(num_adapters * -(-rank // ROW_BLOCK), -(-max_lora_rank // ROW_BLOCK)) * ROW_BLOCK
 
 
+def build_engine(config: EngineConfig, *, texts: bool = False, **changes: Any) -> LLMEngine:
+    """An engine, not warmed up yet.
+
+    Args:
+        config: its adapters are left out.
+        texts: whether a tokenizer is needed.
+        changes: other values of configuration keys.
+
+    Raises:
+        ConfigError: see LLMEngine; or the model has no tokenizer.
+    """
+    engine = LLMEngine(dataclasses.replace(config, lora_modules={}, adapter_roots=(), **changes))
+    if texts and engine.tokenizer is None:
+        raise ConfigError("the model has no tokenizer, which the texts need: set tokenizer", reason="no_tokenizer",
+                          param="tokenizer")  # fmt: skip
+    return engine
+
+
 def random_prompts(engine: LLMEngine, num_prompts: int, input_len: int) -> list[list[int]]:
     """Prompts of random tokens, drawn from the configuration's seed."""
     rng = np.random.default_rng(engine.config.seed)
@@ -119,6 +138,12 @@ def settings_of(engine: LLMEngine, work: dict[str, Any]) -> dict[str, Any]:
     settings = {**engine.config.to_dict(), "dtype": engine.geometry.dtype, "max_model_len": engine.max_model_len}
     # A benchmark warms up whatever the configuration says.
     return settings | {"warm_up": True, "pool_pages": engine.geometry.num_pages} | work
+
+
+def check_sound(engine: LLMEngine) -> None:
+    """check_compilations, and that the engine's books of its pool agree (engine.check_integrity)."""
+    check_compilations(engine)
+    engine.check_integrity()
 
 
 def check_compilations(engine: LLMEngine) -> None:
@@ -152,7 +177,7 @@ def run_once(
     # Buffers as large as the run before needed them would slow this one down for a while.
     engine.runner.rows.reset()
     before = engine.stats()
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    params = greedy(output_len)
     queue = deque(zip(prompts, loras, strict=True))
     most_live = len(prompts) if backlog is None else engine.config.max_num_seqs + backlog
     first_token_s: dict[str, float] = {}
@@ -166,12 +191,10 @@ def run_once(
             # Under a salt of its own, so that no prompt is found that an earlier run computed.
             engine.add_request(request_id, prompt, params, lora, cache_salt=request_id)
             num_live += 1
-        outputs = engine.step()
+        outputs = step(engine)
         if outputs:
             steps.append(frozenset(_name(output.lora_request) for output in outputs if output.lora_request is not None))
         for output in outputs:
-            if output.error is not None:
-                raise output.error
             if output.finished:
                 num_live -= 1
                 new_tokens += len(output.outputs[0].token_ids)

@@ -64,7 +64,7 @@ batch; with it, every case's ratio to it is shown, beside the ratio of the bytes
 
 max_num_seqs is 8 here, whatever the file says, unless --max_num_seqs gives another, and max_rank_rows what that many
 sequences with adapters of their own need, unless --max_rank_rows is given. --num_adapters is max_num_seqs by default.
-Prints a table, writes JSON where --json says."""
+Prints a table; --json and --plot write files."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,41 @@ def peer_row(engine: str, dtype: str, count: int, ratio: float) -> dict[str, Any
             "ratio_to_ours": ratio}  # fmt: skip
 
 
+def prefix_row(request: str, ttft_s: float, found: int, aim: float | None = None) -> dict[str, Any]:
+    return {"request": request, "ttft_s": ttft_s, "ratio_to_first": ttft_s / 1.4, "cached_tokens": found,
+            "prompt_tokens": 528, "aim_ratio": aim, "ttft_s_by_round": [0.9 * ttft_s, ttft_s, 1.2 * ttft_s],
+            "ratio_to_first_by_round": [0.9 * ttft_s / 1.4, ttft_s / 1.4, 1.2 * ttft_s / 1.4]}  # fmt: skip
+
+
+def lookup_row(task: str, lookup: str, speed: float, decode: float | None, aim: float | None = None) -> dict[str, Any]:
+    rounds = None if decode is None else [decode / 35, decode / 30]
+    return {"task": task, "lookup": lookup, "tokens_per_second": speed, "ratio_to_plain": speed / 20,
+            "decode_tokens_per_second": decode, "decode_ratio_to_plain": decode and decode / 30, "aim_ratio": aim,
+            "ratio_to_plain_by_round": [speed / 21, speed / 19],
+            "decode_ratio_to_plain_by_round": rounds}  # fmt: skip
+
+
+def case_row(case: str, ms: float, neighbours: float | None = None) -> dict[str, Any]:
+    whole = case == "structured"
+    return {"case": case, "ms_per_step": ms, "ratio_to_plain": ms / 40, "neighbour_ratio": neighbours,
+            "aim_ratio": 1.15 if whole else None, "ratio_to_plain_by_round": [ms / 41, ms / 39],
+            "neighbour_ratio_by_round": neighbours and [0.99 * neighbours, 1.01 * neighbours],
+            "parsed_share": 0.995 if whole else None, "checked_answers": 200 if whole else None,
+            "parsed_by_schema": {"person": 1.0, "review": 1.0, "order": 0.985} if whole else None}  # fmt: skip
+
+
+def weights_row(weights: str, adapter: str, worse: float, mib: float) -> dict[str, Any]:
+    return {"weights": weights, "adapter": adapter, "perplexity": 28 * (1 + worse) + len(adapter) / 9,
+            "perplexity_ratio": 1 + worse, "scored_tokens": 1016, "same_next_token": 1 - 20 * worse,
+            "same_prefix": 32 * (1 - 100 * worse), "tokens_per_second": 100 * (1 + 100 * worse),
+            "weight_mib": mib}  # fmt: skip
+
+
+def quality_rows(*adapters: str) -> list[dict[str, Any]]:
+    weights = (("float32", 0.0, 513), ("bfloat16", 0.0006, 257), ("int8", 0.0027, 129))
+    return [weights_row(name, adapter, worse, mib) for adapter in adapters for name, worse, mib in weights]
+
+
 METRICS = ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
 ANSWERS = [
     Answer(model, 0.1 * i, 0.1 * i, 0.1 * i, [0.1 * i + 0.2, 0.1 * i + 0.3], 0.1 * i + 0.3, 5, 2)
@@ -76,6 +111,24 @@ REPORTS: dict[str, dict[str, Any]] = {
     "serve of one model": make_serve_report(
         {"request_rate": None, "max_concurrency": 2, "goodput": {}}, ANSWERS[1:3]
     ),
+    "prefix": {
+        **HEAD, "command": "prefix",
+        "rows": [prefix_row("first", 1.4, 0), prefix_row("second", 0.14, 512, 0.25),
+                 prefix_row("other adapter", 1.5, 0), prefix_row("base", 1.2, 0), prefix_row("other salt", 1.4, 0)],
+    },
+    "lookup": {
+        **HEAD, "command": "lookup",
+        "rows": [lookup_row("extraction", "off", 20.0, 30.0), lookup_row("extraction", "8", 31.0, 62.0, 1.5),
+                 lookup_row("prose", "off", 20.0, 30.0), lookup_row("prose", "8", 21.0, None)],
+    },
+    "structured": {
+        **HEAD, "command": "structured",
+        "rows": [case_row("plain", 40.0), case_row("structured", 43.5), case_row("half", 42.0, 1.02)],
+    },
+    "quality": {**HEAD, "command": "quality", "config": {"output_len": 32}, "rows": quality_rows("-", "upper")},
+    "quality of float32": {
+        **HEAD, "command": "quality", "config": {"output_len": 32}, "rows": quality_rows("-")[:1],
+    },
     "peers": {
         **HEAD, "command": "peers",
         "rows": [peer_row("multilora_jax", "float32", 0, 1.0), peer_row("hf-mixed", "float32", 0, 0.8),
@@ -90,7 +143,8 @@ def test_every_command_has_a_picture(name, tmp_path):
     draw(REPORTS[name], str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
     panels = {"throughput": 2, "loop": 3, "adapters": 3, "adapters without one": 2, "cold": 2, "latency": 4,
-              "latency of one token": 2, "serve": 3, "serve of one model": 2, "peers": 2}  # fmt: skip
+              "latency of one token": 2, "serve": 3, "serve of one model": 2, "prefix": 2, "lookup": 2,
+              "structured": 3, "quality": 4, "quality of float32": 3, "peers": 2}  # fmt: skip
     width = int.from_bytes(path.read_bytes()[16:20], "big")
     assert width == pytest.approx(panels[name] * 5.6 * 130, abs=2)
 
@@ -103,6 +157,22 @@ def test_a_page_shows_axes_and_floors(tmp_path):
     assert "<title>throughput   m &lt;1&gt;   float32   cpu</title>" in page
     for words in ("new tokens per second", "speed / speed of the base", "floor by bytes read", "mix of adapters"):
         assert words in page  # matplotlib writes each text as a comment beside its outlines
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("prefix", ["time to first token, ms", "512 of 528", "aim, at most", "single rounds"]),
+        ("lookup", ["guessing up to 8 tokens", "decoding", "aim, at least", "speed / speed without lookup"]),
+        ("structured", ["every other row", "time between two tokens of an answer, ms", "share of 200 answers", "98.5"]),
+        ("quality", ["perplexity of 1,016 tokens", "+0.27 %", "most likely next token, adapter upper", "MiB"]),
+    ],
+)
+def test_the_features_pictures_say_what_they_show(name, words, tmp_path):
+    path = tmp_path / "out.svg"
+    draw(REPORTS[name], str(path))
+    picture = path.read_text()
+    assert [word for word in words if word not in picture] == []
 
 
 def test_the_plot_command(tmp_path):
@@ -120,7 +190,10 @@ def test_the_plot_command(tmp_path):
         (["{report}", "/no/such/folder/out.png"], "plot: cannot write"),
         (["{folder}/none.json", "{folder}/out.png"], "plot: cannot read"),
         (["{list}", "{folder}/out.png"], "is no report"),
-        (["{report}", "{folder}/out.png"], "no rows of a command among throughput, adapters,"),
+        (
+            ["{report}", "{folder}/out.png"],
+            "no rows of a command among prefix, lookup, structured, quality, throughput,",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, words, match):

@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import shutil
 
 import pytest
-from absl import flags as absl_flags
 
-from multilora_jax import flags
-from multilora_jax.bench import structured
-from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.bench import lookup, quality, structured
 from multilora_jax.errors import ConfigError
-from tests.tiny_engine import narrowed
-
-TINY = str(Path(__file__).parent.parent.parent / "configs" / "tiny.yaml")
 
 
-def bench(*words: str) -> int:
-    values = absl_flags.FlagValues()
-    structured.define_flags(values)
-    values(flags.normalise_argv(["bench", "--config", TINY, *words]))
-    return structured.main([], values)
-
-
-@pytest.fixture
-def built(monkeypatch) -> list[LLMEngine]:
-    """Engines of few compiled shapes, in order."""
-    engines: list[LLMEngine] = []
-
-    def build(*args, **kwargs) -> LLMEngine:
-        engines.append(narrowed(LLMEngine(*args, progress=False, **kwargs)))
-        return engines[-1]
-
-    monkeypatch.setattr(structured, "LLMEngine", build)
-    return engines
-
-
-def test_answers_are_checked_and_each_case_has_the_same_steps(built, tmp_path, capsys, monkeypatch):
-    runs, run = [], structured._run
-    monkeypatch.setattr(structured, "_run", lambda *args: runs.append(run(*args)) or runs[-1])
+def test_answers_are_checked_and_each_case_has_the_same_steps(run_tiny, narrow_engines, tmp_path, capsys, monkeypatch):
+    runs, answer = [], structured.answer
+    monkeypatch.setattr(structured, "answer", lambda *args: runs.append(answer(*args)) or runs[-1])
     monkeypatch.setattr(structured, "MAX_TOKENS", 40)
-    out = tmp_path / "out.json"
-    words = "--num-answers 6 --num-timed 4 --rounds 1 --max-num-seqs 3 --json"
-    assert bench(*words.split(), str(out)) == 0
+    out, picture = tmp_path / "out.json", tmp_path / "out.html"
+    words = "--num-answers 6 --num-timed 4 --rounds 1 --max-num-seqs 3"
+    assert run_tiny(structured, words, "--json", str(out), "--plot", str(picture)) == 0
+    assert "answers that parse" in picture.read_text()
     header, *lines = capsys.readouterr().out.splitlines()
     assert {"case", "parsed_share", "ratio_to_plain", "neighbour_ratio"} <= set(header.split())
     assert [line.split()[0] for line in lines] == ["plain", "structured", "half"]
@@ -55,11 +30,11 @@ def test_answers_are_checked_and_each_case_has_the_same_steps(built, tmp_path, c
     assert half["neighbour_ratio"] > 0
     timed = runs[1:]
     assert len(timed) == 6
-    assert len({len(run.step_s) for run in timed}) == 1
+    assert len({len(run.decode_s) for run in timed}) == 1
     # A random model may fill an answer with white space up to its limit; all others follow their schema.
     cut = sum(runs[0].outputs[n].outputs[0].finish_reason == "length" for n in range(6))
     assert whole["parsed_share"] == pytest.approx(1 - cut / 6)
-    assert built[0].stats().compilations == 0
+    assert narrow_engines[0].stats().compilations == 0
 
 
 def test_an_answer_that_breaks_off_does_not_parse():
@@ -75,6 +50,8 @@ def test_an_answer_that_breaks_off_does_not_parse():
     assert not parses('{"b": 1}', "stop")
 
 
-def test_a_model_without_a_tokenizer_is_refused(golden_tiny):
-    with pytest.raises(ConfigError, match="tokenizer"):
-        bench("--model", str(golden_tiny / "bases" / "tied"), "--tokenizer", "")
+@pytest.mark.parametrize("command", [lookup, structured, quality])
+def test_a_model_without_a_tokenizer_is_refused(run_tiny, golden_tiny, tmp_path, command):
+    folder = shutil.copytree(golden_tiny / "bases" / "tied", tmp_path / "model")
+    with pytest.raises(ConfigError, match="the model has no tokenizer, which the texts need"):
+        run_tiny(command, "", "--model", str(folder))
