@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from multilora_jax.llm import LLM
     from multilora_jax.models.batch import ForwardBatch
     from multilora_jax.models.llama import forward
-    from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams
+    from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "LoRARequest",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "forward",
 ]
@@ -42,6 +43,7 @@ _HOMES = {
     "LoRARequest": "multilora_jax.request",
     "RequestOutput": "multilora_jax.request",
     "SamplingParams": "multilora_jax.request",
+    "StructuredOutputsParams": "multilora_jax.request",
     "forward": "multilora_jax.models.llama",
 }
 

@@ -219,8 +219,8 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
-        hint = ": for a weighted mix of one prompt write [[a, b]]" if name == "lora_request" else ""
+        hint = ": for a weighted mix of one prompt write [[a, b]]" if name == "lora_request" and count == 1 else ""
         raise UserError(
-            f"{name} has {len(value)} entries for {count} prompts{hint}", reason="length_mismatch", param=name
+            f"{name} has length {len(value)}, but there are {count} prompts{hint}", reason="length_mismatch", param=name
         )
     return list(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from multilora_jax.bench.mixes import BASE, MIXES, assign, check_mixes
 from multilora_jax.bench.phases import PHASES, StepPhases
 from multilora_jax.bench.report import check_outputs, define_output_flags, make_report, table, write_outputs
 from multilora_jax.bench.runs import check_compilations, random_prompts, settings_of
+from multilora_jax.bench.step_floor import StepFloors
 from multilora_jax.bench.summary import summary
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
@@ -37,6 +39,8 @@ ABOUT = """Times of one batch at a time, for one or more mixes of adapters in tu
 tokens (ITL), per token after the first (TPOT), to the end (E2E), as mean, median, 95th and 99th percentile over all
 requests of all timed iterations. Then, in iterations of their own that wait for the device after every launch, the
 median time of each phase of a step: plan (schedule, adapters), inputs (built and sent), device (the programs), output.
+Of the base's decode step (its ITL) it says how many times its bare matrix products, and one reading of its weights, it
+takes; both are timed between the iterations.
 
 max_num_seqs is --batch-size here, unless --max_num_seqs gives another, and max_rank_rows what that many sequences with
 adapters of their own need, unless --max_rank_rows is given. Prints tables; --json and --plot write files."""
@@ -44,6 +48,7 @@ adapters of their own need, unless --max_rank_rows is given. Prints tables; --js
 METRICS = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
 COLUMNS = {"mix": "", "metric": "", "mean": ".2f", "median": ".2f", "p95": ".2f", "p99": ".2f", "max": ".2f"}
 PHASE_COLUMNS = {"mix": "", "step": "", **{f"{phase}_ms": ".2f" for phase in PHASES}, "total_ms": ".2f"}
+FLOOR_COLUMNS = {"floor": "", "floor_ms": ".2f", "step_ms": ".2f", "ratio": ".2f"}
 
 
 @dataclass
@@ -135,9 +140,12 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     num_seqs = config.max_num_seqs if f["max_num_seqs"].present else work.batch_size
     keep = bool(f["max_rank_rows"].present)
     report = measure(throughput.fit_config(config, work.offline, num_seqs, keep_rank_rows=keep), work)
-    print(table(report["rows"], COLUMNS))
+    tables = [table(report["rows"], COLUMNS)]
     if report["phases"]:
-        print("\n" + table(report["phases"], PHASE_COLUMNS))
+        tables.append(table(report["phases"], PHASE_COLUMNS))
+    if report["floors"]:
+        tables.append(table(report["floors"], FLOOR_COLUMNS))
+    print("\n\n".join(tables))
     write_outputs(f, report)
     return 0
 
@@ -150,7 +158,8 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
         work: the workload.
 
     Returns:
-        the report (see bench.report), with "phases" besides: a row for each mix and kind of step.
+        the report (see bench.report), with "phases" besides, a row for each mix and kind of step, and "floors", a row
+        for each of those of the base's decode step: none without that mix, or on several devices.
 
     Raises:
         ConfigError, UserError: the engine cannot serve this.
@@ -159,6 +168,7 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
     engine = LLMEngine(config)
     engine.warm_up()
     times = {mix: Times() for mix in work.mixes}
+    floors = StepFloors(engine, work.batch_size) if "base" in work.mixes and engine.geometry.tp == 1 else None
     phases = {mix: StepPhases() for mix in work.mixes}
     ids = (f"bench-{n}" for n in itertools.count())
     with throughput.random_adapters(engine, work.offline) as adapters:
@@ -175,6 +185,8 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
             for mix in work.mixes[shift:] + work.mixes[:shift]:
                 timed = times[mix] if number >= work.num_iters_warmup else Times()
                 run_batch(engine, prompts, loras[mix], work.output_len, ids, timed)
+            if floors is not None and number >= work.num_iters_warmup:
+                floors.sample()
             logging.info("iteration %d of %d", number + 1, work.num_iters_warmup + work.num_iters)
         for mix, watcher in phases.items():
             with watcher.watch(engine):
@@ -188,7 +200,9 @@ def measure(config: EngineConfig, work: Workload) -> dict[str, Any]:
     ]
     settings = settings_of(engine, {**dataclasses.asdict(work), "mixes": list(work.mixes)})
     broken_down = [row for mix in work.mixes for row in _phase_rows(mix, phases[mix])]
-    return {**make_report("latency", settings, rows), "phases": broken_down}
+    itl_ms = times["base"].itl_ms if floors is not None else []
+    against = floors.rows(statistics.median(itl_ms)) if floors is not None and itl_ms else []
+    return {**make_report("latency", settings, rows), "phases": broken_down, "floors": against}
 
 
 def run_batch(

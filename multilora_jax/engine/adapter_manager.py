@@ -148,6 +148,10 @@ class AdapterManager:
         weights = weights_from_arrays(arrays, config, self._model_config, **limits)
         return self.registry.add(name, int_id, weights, load_inplace=load_inplace)
 
+    def name_of(self, adapter: str | int) -> str:
+        """A name as it is, an id as the name that has it; what nothing has as text, for an error to say."""
+        return next((a.name for a in self.registry.list() if a.int_id == adapter), str(adapter))
+
     def remove(self, name: str) -> None:
         """Forgets a name: new requests get NotFoundError, those under way finish, then all its memory comes free."""
         with self._secured(name):

@@ -13,16 +13,21 @@ MAX_ADAPTERS_SHOWN = 20
 
 
 def describe(
-    name: str, model: ModelConfig, geometry: PoolGeometry, max_model_len: int, adapters: Sequence[Adapter]
+    name: str,
+    model: ModelConfig,
+    geometry: PoolGeometry,
+    max_model_len: int,
+    adapters: Sequence[Adapter],
+    options: Sequence[str] = (),
 ) -> str:
-    """Lines about the model, the pool in tokens and in adapters, and the first MAX_ADAPTERS_SHOWN adapters."""
+    """Lines about the model and its options, the pool in tokens and in adapters, and the first MAX_ADAPTERS_SHOWN."""
     pages = geometry.num_pages - 1
     largest = max((adapter.num_pages for adapter in adapters if adapter.version is not None), default=0)
     room = f", or {pages // largest} adapters like the largest one here" if largest else ""
     size = geometry.num_pages * geometry.page_bytes / 2**20
     lines = [
         f"model     {name}: {model.num_parameters / 1e6:.1f} M parameters, {model.num_layers} layers, "
-        f"{geometry.dtype}, context {max_model_len} tokens",
+        + ", ".join([geometry.dtype, f"context {max_model_len} tokens", *options]),
         f"pool      {pages} pages of {geometry.page_bytes / 1024:.0f} KiB ({size:.0f} MiB): "
         f"{pages * geometry.page_tokens} tokens{room}",
     ]

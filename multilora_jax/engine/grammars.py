@@ -199,7 +199,8 @@ def _refused(asked: StructuredOutputsParams, why: str) -> UserError:
     if "NoExtensionBias" in why:
         why = "no text of this model's tokens satisfies it"
     return UserError(
-        f"structured_outputs: this {asked.kind} cannot be followed: {why[:500]}",
+        # What follows the first line is the compiler's own rendering of it.
+        f"structured_outputs: this {asked.kind} cannot be followed: {why.splitlines()[0][:500] if why else why}",
         reason="bad_grammar", param="structured_outputs",
     )  # fmt: skip
 

@@ -126,17 +126,18 @@ class LLMEngine:
         """
         return self.adapters.add(name, params, config, int_id=int_id, load_inplace=load_inplace)
 
-    def remove_lora(self, name: str) -> None:
-        """Forgets an adapter: new requests get NotFoundError, those under way finish, then its memory comes free."""
-        self.adapters.remove(name)
+    def remove_lora(self, lora: str | int) -> None:
+        """Forgets an adapter, by name or id: new requests get NotFoundError, those under way finish, then its memory
+        comes free."""
+        self.adapters.remove(self.adapters.name_of(lora))
 
-    def pin_lora(self, name: str) -> None:
-        """Keeps an adapter in the pool; see AdapterManager.pin. `unpin_lora` undoes it."""
-        self.adapters.pin(name)
+    def pin_lora(self, lora: str | int) -> None:
+        """Keeps an adapter, by name or id, in the pool; see AdapterManager.pin. `unpin_lora` undoes it."""
+        self.adapters.pin(self.adapters.name_of(lora))
 
-    def unpin_lora(self, name: str) -> None:
+    def unpin_lora(self, lora: str | int) -> None:
         """Undoes `pin_lora`."""
-        self.adapters.unpin(name)
+        self.adapters.unpin(self.adapters.name_of(lora))
 
     def prepare(self, requests: Iterable[LoRARequest]) -> None:
         """Loads, in parallel, what the requests name and was never loaded; blocks. Raises for the first bad one."""
@@ -324,4 +325,10 @@ class LLMEngine:
 
     def describe(self) -> str:
         """The start-up banner: model, pool, adapters."""
-        return describe(self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras())
+        config, ahead = self.config, "steps run ahead" if self._runs_ahead else ""
+        lookup = f"prompt lookup of {config.prompt_lookup_tokens} tokens" if config.prompt_lookup_tokens else ""
+        options = [f"weights in {config.quantization}" if config.quantization else "", ahead, lookup]
+        return describe(
+            self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras(),
+            [option for option in options if option],
+        )  # fmt: skip

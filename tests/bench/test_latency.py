@@ -51,7 +51,13 @@ def test_command_prints_two_tables_and_writes_json(narrow, capsys, tmp_path):
     assert printed[0].splitlines()[0].split() == ["mix", "metric", "mean", "median", "p95", "p99", "max"]
     assert printed[1].splitlines()[0].split() == ["mix", "step", *(f"{phase}_ms" for phase in PHASES), "total_ms"]
     read = json.loads(out.read_text())
-    assert list(read) == ["command", "config", "versions", "rows", "phases"]
+    assert list(read) == ["command", "config", "versions", "rows", "phases", "floors"]
+    assert printed[2].splitlines()[0].split() == ["floor", "floor_ms", "step_ms", "ratio"]
+    step_ms = next(row["median"] for row in read["rows"] if (row["mix"], row["metric"]) == ("base", "itl_ms"))
+    assert [row["floor"] for row in read["floors"]] == ["bare products", "weights read once"]
+    for row in read["floors"]:
+        assert row["step_ms"] == step_ms
+        assert row["ratio"] == pytest.approx(step_ms / row["floor_ms"])
     assert read["config"]["max_num_seqs"] == 3
     assert [(row["mix"], row["metric"]) for row in read["rows"]] == [
         (mix, metric) for mix in ("base", "distinct") for metric in ("ttft_ms", "itl_ms", "tpot_ms", "e2el_ms")
