@@ -328,5 +328,5 @@ def test_several_continuations_and_salts(llm):
         assert [[c.index for c in output.outputs] for output in outputs] == [[0, 1]] * 2
     first, second = (llm.generate(prompt, SamplingParams(seed=3 + i, max_tokens=4, ignore_eos=True)) for i in range(2))
     assert [c.token_ids for c in outputs[0].outputs] == [first[0].outputs[0].token_ids, second[0].outputs[0].token_ids]
-    with pytest.raises(UserError, match="cache_salt has 1 entries for 2 prompts"):
+    with pytest.raises(UserError, match="cache_salt has length 1, but there are 2 prompts"):
         llm.generate([prompt, prompt], params, cache_salt=["x"])

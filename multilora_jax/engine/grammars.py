@@ -200,7 +200,7 @@ def _refused(asked: StructuredOutputsParams, why: str) -> UserError:
         why = "no text of this model's tokens satisfies it"
     return UserError(
         # What follows the first line is the compiler's own rendering of it.
-        f"structured_outputs: this {asked.kind} cannot be followed: {why.splitlines()[0][:500] if why else why}",
+        f"structured_outputs: this {asked.kind} cannot be followed: {why.strip().partition(chr(10))[0][:500]}",
         reason="bad_grammar", param="structured_outputs",
     )  # fmt: skip
 

@@ -319,6 +319,22 @@ def test_d23_unloading_one_adapter_touches_nobody_else(engine, tmp_path):
     assert tokens_of(outputs[name] for name in ("a", "b", "base", "more")) == [*wanted, wanted[0]]
 
 
+def test_adapters_are_named_by_their_ids_too(engine, tmp_path):
+    """As vLLM's methods take them."""
+    loras = [make_adapter(tmp_path / name, engine, 4, i) for i, name in enumerate("ab")]
+    for lora in loras:
+        engine.add_lora(lora)
+    engine.pin_lora(loras[1].lora_int_id)
+    step_until(engine, lambda: not engine.has_unfinished_requests())
+    assert [(name, pinned) for name, _, _, pinned in engine.stats().tiers if pinned] == [("b", True)]
+    engine.unpin_lora(loras[1].lora_int_id)
+    engine.remove_lora(loras[1].lora_int_id)
+    assert [adapter.name for adapter in engine.list_loras()] == ["a"]
+    for call in (engine.pin_lora, engine.unpin_lora, engine.remove_lora):
+        with pytest.raises(NotFoundError, match="77"):
+            call(77)
+
+
 def test_a_pinned_swap_without_room_leaves_the_old_version(tmp_path):
     engine = tiny_engine(pool_pages=14, max_model_len=128)
     old, new = make_adapter(tmp_path / "old", engine, 1, 1), make_adapter(tmp_path / "new", engine, 8, 2)

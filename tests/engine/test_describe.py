@@ -25,7 +25,8 @@ def loaded(name: str, num_pages: int) -> Adapter:
 
 def test_an_adapter_s_line_says_what_is_known_of_it(model):
     adapters = [loaded("read", 3), loaded("large", 10), Adapter("new", 2, "/adapters/new")]
-    banner = describe("m", model, model.geometry(101, 16), 64, adapters)
+    banner = describe("m", model, model.geometry(101, 16), 64, adapters, ["weights in int8", "steps run ahead"])
+    assert "context 64 tokens, weights in int8, steps run ahead\n" in banner
     assert "adapter   read: rank 8, 3 pages, 0123456789ab, /adapters/read" in banner
     assert "adapter   new: read when it is first asked for, /adapters/new" in banner
     assert "or 10 adapters like the largest one here" in banner
