@@ -6,6 +6,7 @@ A grammar is compiled once for a tokenizer and shared by all requests that ask f
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -199,10 +200,15 @@ def _refused(asked: StructuredOutputsParams, why: str) -> UserError:
     if "NoExtensionBias" in why:
         why = "no text of this model's tokens satisfies it"
     return UserError(
-        # What follows the first line is the compiler's own rendering of it.
-        f"structured_outputs: this {asked.kind} cannot be followed: {why.strip().partition(chr(10))[0][:500]}",
+        f"structured_outputs: this {asked.kind} cannot be followed: {_reason(why)[:500]}",
         reason="bad_grammar", param="structured_outputs",
     )  # fmt: skip
+
+
+def _reason(why: str) -> str:
+    """What the compiler says, in one line and without the text of the grammar that it made ("   1 | start: …")."""
+    lines = [line for line in why.splitlines() if not re.match(r"\s*\d+ \|", line)]
+    return " ".join(" ".join(lines).split())
 
 
 class _Vocabulary:

@@ -195,7 +195,7 @@ class ModelRunner:
             step: from the scheduler.
             pages_of: page ids of a resident adapter.
         """
-        plan = self.rows.activate(step.adapters, self.pool, pages_of)
+        plan = self.rows.activate(step.adapters, self.pool, pages_of, after_idle=step.after_idle)
         shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.plain_shapes(plan.bucket)
         built = build_batch(
             step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),

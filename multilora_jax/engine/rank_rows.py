@@ -127,12 +127,17 @@ class RankRows:
         self._too_large = self._too_large + 1 if fitting < self.bucket else 0
         return fitting if fitting > self.bucket or self._too_large > SHRINK_PATIENCE else self.bucket
 
-    def plan(self, adapters: list[Any]) -> RowPlan:
-        """Makes room for the adapters of a step, which begins now, and says what must be copied."""
+    def plan(self, adapters: list[Any], *, after_idle: bool = False) -> RowPlan:
+        """Makes room for the adapters of a step, which begins now, and says what must be copied.
+
+        Args:
+            after_idle: nothing ran before it. Then buffers twice as large as it needs are given up at once: copying
+                its adapters again takes less than a few steps with so many rows.
+        """
         if not adapters:
             return RowPlan(0)
         fitting = self.bucket_for(adapters)
-        rebuild = fitting > self.bucket
+        rebuild = fitting > self.bucket or (after_idle and 2 * fitting <= self.bucket)
         if rebuild:
             self.reset(fitting)
         self.place(adapters, adapters)

@@ -126,16 +126,19 @@ class RowBuffers:
         for side in filter(None, (self._now, self._next)):
             side.rank_rows.forget(adapter)
 
-    def activate(self, adapters: list[Adapter], pool: jax.Array, pages_of: PagesOf) -> RowPlan:
+    def activate(
+        self, adapters: list[Adapter], pool: jax.Array, pages_of: PagesOf, *, after_idle: bool = False
+    ) -> RowPlan:
         """Brings in whatever the adapters of a step still lack and the tables up to date.
 
         Args:
             adapters: distinct ones, resident.
             pool: uint[L, P, E].
             pages_of: page ids of a resident adapter.
+            after_idle: see RankRows.plan.
         """
         now = self._now
-        plan = now.rank_rows.plan(adapters)
+        plan = now.rank_rows.plan(adapters, after_idle=after_idle)
         if plan.rebuild:
             # The old buffers go before the new ones are made.
             now.layers, now.attention, self._next = [], None, None

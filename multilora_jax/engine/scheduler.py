@@ -194,8 +194,8 @@ class Scheduler:
         Raises:
             PoolIntegrityError: sequences are live, none can run, and nothing is being done about it.
         """
-        step = ScheduledStep()
         self.was_idle = not self._running
+        step = ScheduledStep(after_idle=self.was_idle)
         stalled, self._stalled = self._stalled, None
         self._waiting.release()
         self.waits_for_loads = False

@@ -64,6 +64,7 @@ class ScheduledStep:
         prefills: (sequence, n): its next n pending tokens, more than one pending.
         adapters: the distinct adapters of those, all resident; the order changes as little as possible between steps.
         preempted: sequences that lost their pages while this step was planned; none of them is in it.
+        after_idle: no sequence ran before it.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -71,6 +72,7 @@ class ScheduledStep:
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     adapters: list[Any] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    after_idle: bool = False
 
     @property
     def num_decode_rows(self) -> int:

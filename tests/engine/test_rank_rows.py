@@ -95,6 +95,19 @@ def test_no_adapters_need_nothing():
     assert RankRows([16], LAYERS).plan([]).bucket == 0
 
 
+def test_buffers_far_too_large_go_when_nothing_ran():
+    a, b, c = Adapter(8), Adapter(40), Adapter(64)
+    rows = RankRows([16, 64, 128], LAYERS)
+    assert rows.plan([a, c]).bucket == 128
+    assert rows.plan([a]).bucket == 128  # in the middle of traffic they stay for a while
+    assert rows.plan([c], after_idle=True).bucket == 64
+    kept = rows.plan([b], after_idle=True)
+    assert (kept.bucket, kept.rebuild) == (64, False)
+    small = rows.plan([a], after_idle=True)
+    assert (small.bucket, small.rebuild, len(small.copies)) == (16, True, 1)
+    assert not rows.holds(b)
+
+
 def test_rows_stay_where_they_are_from_step_to_step():
     a, b, c = Adapter(8), Adapter(3), Adapter(16)
     buffers = Buffers(RankRows([16, 64], LAYERS))

@@ -76,17 +76,17 @@ def test_rows_arrive_in_slices_in_buffers_that_are_large_enough(engine, recorder
     )
     (want_own, _), (want_cold, _) = alone(engine, recorder, 40, own), alone(engine, recorder, 6, cold)
     allow(engine, monkeypatch, 100)
-    run_all(engine, [Request(PROMPT, greedy(8), lora) for lora in (own, warm)])
-    recorder.clear()
-    layers = engine.runner.rows.layers
-    allow(engine, monkeypatch, 2)
     watch = Watch(engine, monkeypatch)
     watch.start("stream", 40, own)
+    watch.start("warm", 2, warm)
+    watch.until(lambda: watch.outputs["warm"].finished)
+    layers, before = engine.runner.rows.layers, len(watch.steps)
+    allow(engine, monkeypatch, 2)
     engine.add_request("cold", PROMPT, greedy(6), cold)
     steps = watch.until(lambda: "cold" in watch.outputs)
     assert [step.staged for step in steps] == [["cold"] * 2] * (LARGE // 2) + [[]]
-    assert {step.bucket for step in watch.steps} == {128}
-    assert not any(step.copied for step in watch.steps)
+    assert {step.bucket for step in watch.steps[before:]} == {128}
+    assert not any(step.copied for step in watch.steps[before:])
     assert engine.runner.rows.layers is layers
     assert not watch.rows.holds(engine.adapters.registry.get("warm"))  # warm, which nobody runs, gave its rows
     watch.finish()
@@ -96,17 +96,21 @@ def test_rows_arrive_in_slices_in_buffers_that_are_large_enough(engine, recorder
 def test_the_most_urgent_adapter_comes_first_and_need_not_wait_for_the_next(engine, tmp_path, monkeypatch):
     own, one, two = (make_adapter(tmp_path / name, engine, 32, i) for i, name in enumerate(("own", "one", "two")))
     allow(engine, monkeypatch, 100)
-    run_all(engine, [Request(PROMPT, greedy(8), lora) for lora in (own, one, two)])
+    watch = Watch(engine, monkeypatch)
+    watch.start("stream", 40, own)
+    for name, lora in (("before one", one), ("before two", two)):
+        engine.add_request(name, PROMPT, greedy(2), lora)
+    watch.until(lambda: len(watch.outputs) == 3 and engine.stats().num_running == 1)
     for adapter in engine.list_loras()[1:]:
         engine.runner.rows.forget(adapter)
     allow(engine, monkeypatch, 1)
-    watch = Watch(engine, monkeypatch)
-    watch.start("stream", 30, own)
+    before = len(watch.steps)
     for name, lora in (("two", two), ("one", one)):
         engine.add_request(name, PROMPT, greedy(2), lora)
-    watch.until(lambda: len(watch.outputs) == 3)
-    assert [name for step in watch.steps for name in step.staged] == ["two"] * 4 + ["one"] * 4
-    assert next(i for i, step in enumerate(watch.steps) if "two" in step.running) <= 5
+    watch.until(lambda: len(watch.outputs) == 5)
+    steps = watch.steps[before:]
+    assert [name for step in steps for name in step.staged] == ["two"] * 4 + ["one"] * 4
+    assert next(i for i, step in enumerate(steps) if "two" in step.running) <= 5
     watch.finish()
 
 
