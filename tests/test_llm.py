@@ -98,6 +98,8 @@ def test_lists_of_another_length_are_refused(llm, loras, name, count):
     values = {"sampling_params": greedy(2), "lora_request": loras[0], "priority": 1}
     error = refused(generate, llm, ["a", "b"], **{name: [values[name]] * count})
     assert (error.reason, error.param) == ("length_mismatch", name)
+    assert "[[a, b]]" not in error.message  # nobody can have meant one mix for all
+    error = refused(generate, llm, ["a"], **{name: [values[name]] * (2 * count)})
     assert ("write [[a, b]]" in error.message) == (name == "lora_request")
 
 
