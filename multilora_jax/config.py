@@ -157,10 +157,10 @@ class EngineConfig:
     max_num_seqs: int = field(default=32, metadata=key_info("Most sequences that run at once.", low=1))
     max_num_batched_tokens: int = field(
         default=256,
-        metadata=key_info("Most prompt tokens in a step, counted in whole blocks (see prefill_block).", low=1),
+        metadata=key_info("Most prompt tokens in a step.", low=1),
     )
     prefill_block: int = field(
-        default=32, metadata=key_info("Prompt tokens are run in blocks of this many tokens of one sequence.", low=2)
+        default=32, metadata=key_info("Prompt tokens attend in blocks of up to this many of one sequence.", low=2)
     )
     enable_prefix_caching: bool = field(
         default=True,

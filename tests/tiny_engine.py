@@ -126,11 +126,13 @@ class LogitsRecorder:
             if any(adapter.layout.extended for adapter in step.adapters):
                 assert runner.rows.extra is not None
                 assert built.batch.mix_SX is not None
-                num_tokens = output.hidden.shape[1 - spec.feature_axis]
-                mix_TX = rows_to_tokens(spec, jnp.asarray(built.batch.mix_SX), num_tokens)
-                vocab = VocabInputs(runner.pool, runner.rows.extra.vocab, mix_TX)
+                row_P = jnp.asarray(built.batch.row_P)
+                mix_TX = rows_to_tokens(jnp.asarray(built.batch.mix_SX), row_P, built.shape.num_tokens)
+                vocab = VocabInputs(runner.pool, runner.rows.extra.vocab, mix_TX, row_P)
             logits_TV = np.asarray(logits_of(vocab is not None)(runner.params["top"], output.hidden, vocab))
-            for row, seq in enumerate(step.decodes):
+            row_of = dict(built.rows)
+            for seq in step.decodes:
+                row = row_of[seq]
                 self._rows[seq.request_id][seq.num_computed_tokens] = logits_TV[row, : seq.vocab_size]
             for seq, first, count in built.chunks:
                 for i in range(count):

@@ -10,17 +10,21 @@ import jax
 import numpy as np
 
 from multilora_jax.engine.rank_rows import ROW_BLOCK
-from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
 from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.models.batch import ForwardBatch, RowChunks, SamplingBatch
+from multilora_jax.models.batch import ForwardBatch, PromptRows, SamplingBatch
+from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.request import Sequence
-from pallas_kernels.paged_attention.xla import PAGE_CHUNK
-from pallas_kernels.segmented_lora.xla import ROW_CHUNK
+from pallas_kernels.paged_attention.xla import PAGE_CHUNK, first_row, num_groups
+from pallas_kernels.segmented_lora.xla import ROWS_OF_A_TURN
 
 __all__ = [
     "BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pack", "pick_shape",
 ]  # fmt: skip
 
+
+LEAST_PROMPT_TOKENS = 64
+"""Prompt tokens of the smaller of the two sizes of steps with prompts: a short prompt must not pay for a full step."""
 
 MAX_TEMPERATURE = 1e30
 """Higher ones are as good as this, where every token is equally likely, and float32 still holds it."""
@@ -28,14 +32,16 @@ MAX_TEMPERATURE = 1e30
 
 @dataclass(frozen=True, order=True)
 class BatchShape:
-    """Sizes of one compiled step: B decode rows and NB prefill blocks."""
+    """Sizes of one compiled step: P prompt tokens in N prefill blocks, and B decode rows."""
 
+    num_prompt_tokens: int
     num_blocks: int
     num_decodes: int
 
-    def num_tokens(self, block: int) -> int:
+    @property
+    def num_tokens(self) -> int:
         """T."""
-        return self.num_decodes + self.num_blocks * block
+        return self.num_decodes + self.num_prompt_tokens
 
     @property
     def num_rows(self) -> int:
@@ -61,20 +67,25 @@ class BuiltBatch:
     chunks: list[tuple[Sequence, int, int]]
 
 
-def batch_shapes(max_num_seqs: int, max_blocks: int) -> list[BatchShape]:
+def batch_shapes(max_num_seqs: int, max_prompt_tokens: int, block: int) -> list[BatchShape]:
     """All step sizes to compile, smallest first.
 
     Decode-only steps come in a few sizes from 2 rows (a batch of one is far slower than of two on CPUs) by factors of
-    four; steps with prefill have room for every sequence, and either two blocks or all.
+    four; steps with prompts have room for every sequence, and for either a few prompt tokens or all.
     """
     decodes = [n for n in (2 * 4**i for i in range(8)) if n < max_num_seqs] + [max(2, max_num_seqs)]
-    blocks = sorted({min(2, max_blocks), max_blocks})
-    return [BatchShape(0, n) for n in decodes] + [BatchShape(n, decodes[-1]) for n in blocks]
+    sizes = sorted({min(max(block, LEAST_PROMPT_TOKENS), max_prompt_tokens), max_prompt_tokens})
+    mixed = [BatchShape(n, max_blocks(n, block), decodes[-1]) for n in sizes]
+    return [BatchShape(0, 0, n) for n in decodes] + mixed
 
 
-def pick_shape(shapes: list[BatchShape], num_decodes: int, num_blocks: int) -> BatchShape:
+def pick_shape(shapes: list[BatchShape], num_decodes: int, num_prompt_tokens: int, num_blocks: int) -> BatchShape:
     """The smallest compiled size that holds a step."""
-    return next(s for s in shapes if s.num_decodes >= num_decodes and s.num_blocks >= num_blocks)
+    return next(
+        s
+        for s in shapes
+        if s.num_decodes >= num_decodes and s.num_prompt_tokens >= num_prompt_tokens and s.num_blocks >= num_blocks
+    )
 
 
 def table_width(max_model_len: int, geometry: PoolGeometry) -> int:
@@ -83,9 +94,10 @@ def table_width(max_model_len: int, geometry: PoolGeometry) -> int:
     return -(-pages // PAGE_CHUNK) * PAGE_CHUNK
 
 
-def empty_batch(shape: BatchShape, block: int, width: int, slots: int = 0) -> ForwardBatch:
+def empty_batch(shape: BatchShape, spec: LlamaSpec, width: int, slots: int = 0) -> ForwardBatch:
     """A batch of padding only, with room for the factors on `slots` adapters; 0 for a step without."""
-    T, S = shape.num_tokens(block), shape.num_rows
+    T, S, P, N, B = shape.num_tokens, shape.num_rows, shape.num_prompt_tokens, shape.num_blocks, shape.num_decodes
+    decode_group, block_group = spec.attention_groups
     sampling = SamplingBatch(
         index_S=np.zeros(S, np.int32),  # pyright: ignore
         position_S=np.zeros(S, np.int32),  # pyright: ignore
@@ -102,22 +114,23 @@ def empty_batch(shape: BatchShape, block: int, width: int, slots: int = 0) -> Fo
         "positions_T": np.zeros(T, np.int32),
         "slots_T": np.zeros(T, np.int32),
         "table_SP": np.zeros((S, width), np.int32),
-        "decode_chunks": np.int32(0),
-        "prefill_chunks": np.int32(0),
+        "row_P": np.full(P, B, np.int32),
+        "first_N": np.zeros(N, np.int32),
+        "decode_chunks": np.zeros(num_groups(B, decode_group), np.int32),
+        "prefill_chunks": np.zeros(num_groups(N, block_group), np.int32),
         "mix_SX": np.zeros((S, slots), np.float32) if slots else None,
     }
-    num_rows, chunks = slots * ROW_BLOCK, None
-    if shape.num_blocks and num_rows > ROW_CHUNK and num_rows % ROW_CHUNK == 0:
-        index_C: Any = np.zeros(num_rows // ROW_CHUNK, np.int32)
-        chunks = RowChunks(index_C, np.int32(0))  # pyright: ignore[reportArgumentType]
-    return ForwardBatch(**arrays, sampling=sampling, row_chunks=chunks, lora=None)
+    num_rows, prompt_rows = slots * ROW_BLOCK, None
+    if N and num_rows > ROWS_OF_A_TURN:
+        row_C: Any = np.zeros(-(-num_rows // ROWS_OF_A_TURN) * ROWS_OF_A_TURN, np.int32)
+        prompt_rows = PromptRows(row_C, np.int32(0))  # pyright: ignore[reportArgumentType]
+    return ForwardBatch(**arrays, sampling=sampling, prompt_rows=prompt_rows, lora=None)
 
 
 def build_batch(
     step: ScheduledStep,
     shapes: list[BatchShape],
-    geometry: PoolGeometry,
-    block: int,
+    spec: LlamaSpec,
     width: int,
     slots: int,
     slot_of: Callable[[Any], int],
@@ -128,23 +141,24 @@ def build_batch(
     Args:
         step: what the scheduler chose; every sequence's pages cover its tokens of this step.
         shapes: compiled sizes.
-        geometry: of the pool.
-        block: tokens of a prefill block.
+        spec: of the model.
         width: pages of a page table.
         slots: adapter slots of the active rank rows, 0 for a step without adapters.
         slot_of: slot of an active adapter; rows_of: the first row of each of its blocks in the buffers.
     """
+    S, block = spec.geometry.page_tokens, spec.prefill_block
     num_blocks = sum(-(-n // block) for _, n in step.prefills)
-    shape = pick_shape(shapes, step.num_decode_rows, num_blocks)
-    batch = empty_batch(shape, block, width, slots)
-    S, span = geometry.page_tokens, PAGE_CHUNK * geometry.page_tokens
+    shape = pick_shape(shapes, step.num_decode_rows, sum(n for _, n in step.prefills), num_blocks)
+    batch = empty_batch(shape, spec, width, slots)
     tokens, positions, kv_slots = batch.token_ids_T, batch.positions_T, batch.slots_T
     table: Any = batch.table_SP
+    first_N: Any = batch.first_N
+    row_P: Any = batch.row_P
     rows: list[tuple[Sequence, int]] = []
     chunks: list[tuple[Sequence, int, int]] = []
-    longest = 0
     decodes: list[tuple[Sequence, int, int]] = []  # of each decode row: sequence, token, position
-    for seq in step.decodes:
+    # By length: attention goes as far as the longest of a group.
+    for seq in sorted(step.decodes, key=_context):
         rows.append((seq, len(decodes)))
         position = seq.num_computed_tokens
         known = position < seq.num_tokens  # else it is what the step before samples, which stays on the device
@@ -164,9 +178,9 @@ def build_batch(
             table[row, : len(seq.page_ids)] = seq.page_ids
             _mix_row(batch, slice(row, row + 1), seq, slot_of)
             _options_row(batch.sampling, row, seq)
-        longest = 1 + int(positions[where].max())
-    batch.decode_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
-    longest, row, start = 0, shape.num_decodes, shape.num_decodes
+        _count_chunks(batch.decode_chunks, np.asarray(positions)[where], shape.num_decodes, spec.attention_groups[0], S)
+    row = start = shape.num_decodes
+    last: list[int] = []  # of each block: its last position
     for seq, count in step.prefills:
         first = seq.num_computed_tokens
         position = np.arange(first, first + count)
@@ -176,23 +190,38 @@ def build_batch(
         positions[where] = position
         kv_slots[where] = pages[position // S] * S + position % S
         used = -(-count // block)
+        begins = np.arange(used) * block
         _mix_row(batch, slice(row, row + used), seq, slot_of)
         table[row : row + used, : len(pages)] = pages
+        first_N[row - shape.num_decodes :][:used] = start - shape.num_decodes + begins
+        row_P[start - shape.num_decodes :][:count] = row + np.arange(count) // block
+        last += np.minimum(first + begins + block, first + count).tolist()
         chunks.append((seq, start, count))
         if first + count == seq.num_tokens:
-            last = row + used - 1
-            _sampling_row(batch, last, start + count - 1, seq)
-            rows.append((seq, last))
-        longest = max(longest, first + count)
+            _sampling_row(batch, row + used - 1, start + count - 1, seq)
+            rows.append((seq, row + used - 1))
         row += used
-        start += used * block
-    batch.prefill_chunks = np.int32(-(-longest // span))  # pyright: ignore[reportAttributeAccessIssue]
-    if batch.row_chunks is not None:
+        start += count
+    _count_chunks(batch.prefill_chunks, np.asarray(last) - 1, shape.num_blocks, spec.attention_groups[1], S)
+    if batch.prompt_rows is not None:
         adapters = {adapter for seq, _ in step.prefills for adapter in seq.adapters}
-        owned = sorted({row // ROW_CHUNK for adapter in adapters for row in rows_of(adapter)})
-        batch.row_chunks.index_C[: len(owned)] = owned  # pyright: ignore[reportIndexIssue]
-        batch.row_chunks.count = np.int32(len(owned))  # pyright: ignore[reportAttributeAccessIssue]
+        owned = np.array(sorted(row for adapter in adapters for row in rows_of(adapter)), np.int32)
+        num_rows = len(owned) * ROW_BLOCK
+        batch.prompt_rows.row_C[:num_rows] = np.add.outer(owned, np.arange(ROW_BLOCK)).ravel()  # pyright: ignore
+        batch.prompt_rows.num_rows = np.int32(num_rows)  # pyright: ignore[reportAttributeAccessIssue]
     return BuiltBatch(batch, shape, rows, chunks)
+
+
+def _context(seq: Sequence) -> int:
+    return seq.num_computed_tokens
+
+
+def _count_chunks(chunks_G: Any, last_U: np.ndarray, num_rows: int, group: int, page_tokens: int) -> None:
+    """Sets the chunks of each group of rows from the last position that each of the used rows, the first, sees."""
+    for index, start in enumerate(range(0, len(last_U), group)):
+        first = first_row(index, num_rows, group)
+        seen = 1 + int(last_U[min(first, start) : first + group].max())
+        chunks_G[index] = -(-seen // (PAGE_CHUNK * page_tokens))
 
 
 def pack(batch: ForwardBatch) -> np.ndarray:

@@ -49,7 +49,7 @@ class ModelRunner:
     Args:
         model: the base.
         mesh: devices, axis "model".
-        max_num_seqs, max_blocks: largest step.
+        max_num_seqs, max_prompt_tokens: largest step.
         max_model_len: longest sequence, in tokens.
         max_rank_rows: most rank rows of a step; 0 serves the base alone.
 
@@ -59,13 +59,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Llama, mesh: Mesh, *, max_num_seqs: int, max_blocks: int, max_model_len: int, max_rank_rows: int
-    ):
+        self, model: Llama, mesh: Mesh, *, max_num_seqs: int, max_prompt_tokens: int, max_model_len: int,
+        max_rank_rows: int,
+    ):  # fmt: skip
         self.spec: LlamaSpec = model.spec
         self.mesh = mesh
         self.params = model.params()
         self.pool = make_pool(self.spec.geometry, mesh)
-        self.shapes = batch_shapes(max_num_seqs, max_blocks)
+        self.shapes = batch_shapes(max_num_seqs, max_prompt_tokens, self.spec.prefill_block)
         self.width = table_width(max_model_len, self.spec.geometry)
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
@@ -128,7 +129,7 @@ class ModelRunner:
         for rows in (0, *self.rows.buckets):
             self._first_runs(rows)
         for shape in (self.shapes[0], self.shapes[-1]):
-            batch = empty_batch(shape, self.spec.prefill_block, self.width)
+            batch = empty_batch(shape, self.spec, self.width)
             for edits in (None, empty_edits(shape.num_rows, self.spec)):
                 self._run(batch, shape, 0, Reach.ATTENTION, lambda edits=edits: edits).token_S.block_until_ready()
         self.rows.time_copies(self.pool)
@@ -154,7 +155,7 @@ class ModelRunner:
         buffers: list[Any] = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
         tables = HostTables.empty(self.spec.config.num_layers, rows)
         for shape in self.plain_shapes(rows):
-            flat_N, lora = pack(empty_batch(shape, self.spec.prefill_block, self.width, num_slots(rows))), None
+            flat_N, lora = pack(empty_batch(shape, self.spec, self.width, num_slots(rows))), None
             if rows:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
                 lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
@@ -198,7 +199,7 @@ class ModelRunner:
         plan = self.rows.activate(step.adapters, self.pool, pages_of, after_idle=step.after_idle)
         shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.plain_shapes(plan.bucket)
         built = build_batch(
-            step, shapes, self.spec.geometry, self.spec.prefill_block, self.width, num_slots(plan.bucket),
+            step, shapes, self.spec, self.width, num_slots(plan.bucket),
             self.rows.slot_of, self.rows.rank_rows.rows_of,
         )  # fmt: skip
         edits = functools.partial(build_edits, built.rows, built.shape.num_rows, self.spec)
@@ -226,7 +227,8 @@ class ModelRunner:
             mix_SX = np.zeros((block, num_slots(self.rows.rank_rows.bucket)), np.float32)
             for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
                 mix_SX[:, self.rows.slot_of(adapter)] = scale
-            vocab = VocabInputs(self.pool, self.rows.extra.vocab, self._put(mix_SX))
+            no_prompt = np.zeros(0, np.int32)
+            vocab = VocabInputs(self.pool, self.rows.extra.vocab, *self._put((mix_SX, no_prompt)))
         result: list[tuple[Any, ...]] = []
         for first in range(0, len(targets), block):
             part = targets[first : first + block]
@@ -253,14 +255,14 @@ class ModelRunner:
             lora = replace(self.rows.tables, extra=self.rows.extra if extended else None)
         top, programs, pool = self.params["top"], self.programs, self.pool if extended else None
         begin = programs.get("begin", shape, rows, extended)
-        x, inputs, sampling, mix_SX = begin(top, flat_N, self._sampled_S, lora, pool)
+        x, inputs, sampling, mixes = begin(top, flat_N, self._sampled_S, lora, pool)
         layers = programs.get("layers", shape, rows, reach)
         buffers = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
         for weights, where, first in self._groups:
             x, self.pool = layers(weights, buffers[where], self.pool, first, x, inputs)
         edits = make_edits()  # worked out while the device runs the layers
         extra = lora and lora.extra
-        arguments = top, x, sampling, extra and VocabInputs(self.pool, extra.vocab, mix_SX)
+        arguments = top, x, sampling, extra and VocabInputs(self.pool, extra.vocab, *mixes)
         if edits is None:
             output = programs.get("finish", shape, extended)(*arguments)
         else:

@@ -15,7 +15,7 @@ The rules, in the order in which they are applied:
 Admission checks the adapters of *all* running sequences against the budgets, so no step can exceed them. It
 allocates pages for the first chunk only, but asks that the whole prompt would fit with one page per running sequence
 to spare: else admission and preemption chase each other when the pool is nearly full. (Running prompts have theirs:
-while one lacks some, it uses up the step's prefill blocks and nothing is admitted.)
+while one lacks some, it uses up the step's prefill tokens and nothing is admitted.)
 
 Nobody gets stuck. `add` refuses a request that would not fit alone beside the pinned adapters, and `check_pin` a pin
 that would take that back; so the oldest running sequence can preempt all others, evict their adapters and advance.
@@ -33,7 +33,7 @@ from typing import Any
 from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits, Obstacle
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.prompt_lookup import add_proposals
-from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
+from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
 from multilora_jax.engine.waiting import Entry, WaitingQueue
 from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
@@ -199,10 +199,11 @@ class Scheduler:
         stalled, self._stalled = self._stalled, None
         self._waiting.release()
         self.waits_for_loads = False
-        blocks_left = self._schedule_running(step)
+        budget = PrefillBudget.of(self.config)
+        self._schedule_running(step, budget)
         # A preemption says that pages are short: whoever were admitted now would be the next to lose them.
         if self._waiting and not step.preempted:
-            self._admit(step, blocks_left)
+            self._admit(step, budget)
         if not step.decodes and not step.prefills:
             # One that stalls may displace others: unless it gets its way before the next call, pages are lost.
             done = self._stalled is None or self._stalled is stalled
@@ -234,10 +235,8 @@ class Scheduler:
         if any(self._cache.references(adapter) != n for adapter, n in self.active.users.items()):
             raise PoolIntegrityError("an adapter's references differ from the running sequences that use it")
 
-    def _schedule_running(self, step: ScheduledStep) -> int:
-        """Rule 1; returns the prefill blocks left over."""
-        block = self.config.prefill_block
-        blocks_left = self.config.max_prefill_blocks
+    def _schedule_running(self, step: ScheduledStep, budget: PrefillBudget) -> None:
+        """Rule 1."""
         for entry in list(self._running.values()):
             if not entry.running:
                 break  # preempted by an older one just now, and so were all behind it
@@ -247,14 +246,13 @@ class Scheduler:
                 continue
             if pending < 1:
                 raise PoolIntegrityError(f"request {seq.request_id!r} runs but has no token to compute")
-            num_tokens = 1 if pending == 1 else min(pending, blocks_left * block)
+            num_tokens = 1 if pending == 1 else budget.chunk(pending)
             if num_tokens and self._grow(entry, num_tokens, step):
                 if pending == 1:
                     step.decodes.append(seq)
                 else:
                     step.prefills.append((seq, num_tokens))
-                    blocks_left -= -(-num_tokens // block)
-        return blocks_left
+                    budget.take(num_tokens)
 
     def _grow(self, entry: Entry, num_tokens: int, step: ScheduledStep) -> bool:
         """Get pages, preempting the newest while there are none; False if that was the sequence itself, or if some are
@@ -273,7 +271,7 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, step: ScheduledStep, blocks_left: int) -> None:
+    def _admit(self, step: ScheduledStep, budget: PrefillBudget) -> None:
         """Rule 2."""
         config, waiting = self.config, self._waiting.items
         obstacles: dict[tuple[Any, ...], Obstacle] = {}  # admissions only take room, so they stay
@@ -284,7 +282,7 @@ class Scheduler:
         limit = self.num_free_seats
         max_overtakes, coming = config.max_overtakes, Obstacle.COMING
         short_of_kv = False
-        while passed < len(waiting) and passed < config.max_scan and blocks_left and admitted < limit:
+        while passed < len(waiting) and passed < config.max_scan and budget.chunk(1) and admitted < limit:
             entry = waiting[passed][1]
             adapters = entry.seq.adapters
             obstacle = obstacles.get(adapters)
@@ -309,13 +307,13 @@ class Scheduler:
             admitted += 1
             self._kv.attach(entry.seq)
             pending = entry.seq.num_pending_tokens
-            num_tokens = min(pending, blocks_left * config.prefill_block)
+            num_tokens = budget.chunk(pending)
             self._start_running(entry, num_tokens, protect)
             if pending == 1:
                 step.decodes.append(entry.seq)
             else:
                 step.prefills.append((entry.seq, num_tokens))
-                blocks_left -= -(-num_tokens // config.prefill_block)
+                budget.take(num_tokens)
         for entry, before in overtaken:
             entry.overtakes += admitted - before
         found = obstacles.values()

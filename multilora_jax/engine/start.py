@@ -71,6 +71,7 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         devices.features_first(dtype),
         "model" if tp > 1 else None,
         config.quantization,
+        devices.attention_groups(),
     )
     model = load_llama(
         spec, max_model_len, mesh, checkpoint, seed=config.seed,
@@ -88,7 +89,7 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         model,
         mesh,
         max_num_seqs=config.max_num_seqs,
-        max_blocks=scheduling.max_prefill_blocks,
+        max_prompt_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_rank_rows=config.max_rank_rows if config.enable_lora else 0,
     )

@@ -15,8 +15,9 @@ class SchedulerConfig:
 
     Attributes:
         max_num_seqs: most running sequences.
-        max_num_batched_tokens: most prefill tokens, counted in whole blocks.
-        prefill_block: tokens of a prefill block; a chunk of n tokens takes ceil(n / prefill_block) blocks.
+        max_num_batched_tokens: most prefill tokens.
+        prefill_block: tokens of a prefill block; a chunk of n tokens takes ceil(n / prefill_block) blocks, of which
+            a step has max_blocks.
         max_rank_rows: most rank rows over the distinct adapters of the running sequences.
         row_block: an adapter of n rows counts ceil(n / row_block) * row_block of them.
         max_loras: most distinct adapters; None for as many as their rows allow. The base model needs no slot.
@@ -44,14 +45,42 @@ class SchedulerConfig:
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}", reason=name, param=name)
 
-    @property
-    def max_prefill_blocks(self) -> int:
-        """Prefill blocks of one step."""
-        return self.max_num_batched_tokens // self.prefill_block
-
     def rank_rows(self, num_rows: int) -> int:
         """Rank rows that an adapter of so many rows takes of the budget."""
         return -(-num_rows // self.row_block) * self.row_block
+
+
+def max_blocks(num_prompt_tokens: int, block: int) -> int:
+    """Prefill blocks of a step of so many prompt tokens: enough where blocks are half full on average."""
+    return -(-2 * num_prompt_tokens // block)
+
+
+@dataclass
+class PrefillBudget:
+    """What is left of a step for prompts.
+
+    Attributes:
+        tokens: prompt tokens; blocks: prefill blocks; block: tokens of one.
+    """
+
+    tokens: int
+    blocks: int
+    block: int
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> PrefillBudget:
+        """That of a whole step."""
+        tokens, block = config.max_num_batched_tokens, config.prefill_block
+        return cls(tokens, max_blocks(tokens, block), block)
+
+    def chunk(self, num_pending: int) -> int:
+        """As many of a sequence's pending tokens as fit."""
+        return min(num_pending, self.tokens, self.blocks * self.block)
+
+    def take(self, num_tokens: int) -> None:
+        """Uses up what a chunk needs."""
+        self.tokens -= num_tokens
+        self.blocks -= -(-num_tokens // self.block)
 
 
 @dataclass

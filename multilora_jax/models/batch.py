@@ -1,8 +1,9 @@
 """The device-side description of one step: what the host planned, as arrays of fixed bucket sizes.
 
-A step runs two regions of tokens, flattened on T: B decode rows of one token each, then NB prefill blocks of
-`prefill_block` tokens each, every block from one sequence. S = B + NB is the number of rows; each row has a page
-table and may sample one token. Padding tokens have position 0, write to page 0 (never allocated) and are not sampled.
+A step runs two regions of tokens, flattened on T: B decode rows of one token each, then P tokens of prompts, packed.
+Those lie in N blocks of up to `prefill_block` consecutive tokens of one sequence. S = B + N is the number of rows; each
+row has a page table and may sample one token. Padding tokens have position 0, write to page 0 (never allocated) and are
+not sampled.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class VocabInputs:
     pool: jax.Array  # uint[L, P, E]
     tables: VocabTables
     mix_SX: jax.Array  # float32[S, X], factor of row s on the adapter in slot x
+    row_P: jax.Array  # int32[P], row of each prompt token
 
 
 @jax.tree_util.register_dataclass
@@ -124,11 +126,11 @@ class SamplingEdits:
 
 @jax.tree_util.register_dataclass
 @dataclass
-class RowChunks:
-    """Which chunks of rank rows the adapters of the prefill blocks own, see lora_deltas_of_chunks."""
+class PromptRows:
+    """Which rank rows the adapters of the prefill blocks own, see lora_deltas_of_rows."""
 
-    index_C: jax.Array  # int32[C]
-    count: jax.Array  # int32[], how many of them
+    row_C: jax.Array  # int32[C]
+    num_rows: jax.Array  # int32[], how many of them
 
 
 @jax.tree_util.register_dataclass
@@ -140,11 +142,13 @@ class ForwardBatch:
     positions_T: jax.Array  # int32[T]
     slots_T: jax.Array  # int32[T], page * page_tokens + offset of the token's K and V
     table_SP: jax.Array  # int32[S, pages], page table of each row
-    decode_chunks: jax.Array  # int32[], page chunks that the longest decode row needs
-    prefill_chunks: jax.Array  # int32[], the same of the prefill blocks
+    row_P: jax.Array  # int32[P], row of each prompt token, in [B, S)
+    first_N: jax.Array  # int32[N], where in P each block begins
+    decode_chunks: jax.Array  # int32[G], page chunks that each group of decode rows needs
+    prefill_chunks: jax.Array  # int32[G'], the same of the prefill blocks
     sampling: SamplingBatch
     mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: no adapter in this step
-    row_chunks: RowChunks | None  # rank rows that the prefill blocks need; None: few enough to take all
+    prompt_rows: PromptRows | None  # rank rows that the prefill blocks need; None: few enough to take all
     lora: LoRARows | None  # None likewise
 
 
@@ -181,12 +185,14 @@ class LayerInputs:
     positions_T: jax.Array  # int32[T]
     slots_T: jax.Array  # int32[T]
     table_SP: jax.Array  # int32[S, pages]
-    decode_chunks: jax.Array  # int32[]
-    prefill_chunks: jax.Array  # int32[]
+    row_P: jax.Array  # int32[P]
+    first_N: jax.Array  # int32[N]
+    decode_chunks: jax.Array  # int32[G]
+    prefill_chunks: jax.Array  # int32[G']
     cos_TH2: jax.Array  # float32[T, H/2]
     sin_TH2: jax.Array  # float32[T, H/2]
     mix_RT: jax.Array | None  # float32[R, T], factor of token t on the adapter that owns rank row r
-    row_chunks: RowChunks | None  # of the prefill blocks
+    prompt_rows: PromptRows | None  # of the prefill blocks
     scale_LMR: jax.Array | None  # float32[L, 7, R]
     const_LMR: jax.Array | None  # float32[L, 7, R]
     gain_LMR: jax.Array | None  # float32[L, 7, R]

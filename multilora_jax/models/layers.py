@@ -27,10 +27,11 @@ class LlamaSpec:
     Attributes:
         config: sizes of the model.
         geometry: shape of the pool; its dtype is the compute type.
-        prefill_block: tokens of one prefill block.
+        prefill_block: most tokens of one prefill block.
         features_first: layout of activations, see this module.
         axis_name: mesh axis of tensor parallelism when run inside shard_map, None on one device.
         quantization: "int8" where the weights of products are QuantWeights, else None.
+        attention_groups: decode rows and prefill blocks that attention takes at a time, see paged_attention.
     """
 
     config: ModelConfig
@@ -39,6 +40,7 @@ class LlamaSpec:
     features_first: bool = True
     axis_name: str | None = None
     quantization: str | None = None
+    attention_groups: tuple[int, int] = (8, 4)
 
     @property
     def dtype(self) -> Any:
@@ -121,26 +123,25 @@ def attend(
     spec: LlamaSpec, q_TNH: jax.Array, pool_LPE: jax.Array, layer: jax.Array, batch: Any, num_kv_heads: int
 ) -> jax.Array:
     """Attention of a step's two regions (decode rows, prefill blocks) over the pool; [T, N, H] in and out."""
-    block = spec.prefill_block
-    rows = batch.table_SP.shape[0]
-    num_blocks = (q_TNH.shape[0] - rows) // (block - 1)
-    num_decodes = rows - num_blocks
+    num_prompt = len(batch.row_P)
+    num_decodes = len(q_TNH) - num_prompt
+    sizes = {"num_kv_heads": num_kv_heads, "page_tokens": spec.geometry.page_tokens}
+    decode_group, block_group = spec.attention_groups
     regions = []
-    for start, count, queries, chunks in (
-        (0, num_decodes, 1, batch.decode_chunks),
-        (num_decodes, num_blocks, block, batch.prefill_chunks),
-    ):
-        if count:
-            tokens = slice(start, start + count * queries)
-            out = paged_attention(
-                q_TNH[tokens].reshape(count, queries, *q_TNH.shape[1:]),
-                pool_LPE,
-                layer,
-                batch.table_SP[start : start + count],
-                batch.positions_T[tokens].reshape(count, queries),
-                chunks,
-                num_kv_heads=num_kv_heads,
-                page_tokens=spec.geometry.page_tokens,
-            )
-            regions.append(out.reshape(count * queries, *q_TNH.shape[1:]))
+    if num_decodes:
+        out = paged_attention(
+            q_TNH[:num_decodes, None], pool_LPE, layer, batch.table_SP[:num_decodes],
+            batch.positions_T[:num_decodes, None], batch.decode_chunks, group=decode_group, **sizes,
+        )  # fmt: skip
+        regions.append(out[:, 0])
+    if num_prompt:
+        # A block is as many tokens from its first on as fit: those of its row, whose places come first, and others.
+        token_NQ = jnp.minimum(batch.first_N[:, None] + jnp.arange(spec.prefill_block), num_prompt - 1)
+        out = paged_attention(
+            q_TNH[num_decodes:][token_NQ], pool_LPE, layer, batch.table_SP[num_decodes:],
+            batch.positions_T[num_decodes:][token_NQ], batch.prefill_chunks, group=block_group, **sizes,
+        )  # fmt: skip
+        block_P = batch.row_P - num_decodes
+        place_P = jnp.arange(num_prompt) - batch.first_N[block_P]
+        regions.append(out.at[block_P, place_P].get(mode="clip"))  # tokens of padding may be behind any block
     return regions[0] if len(regions) == 1 else jnp.concatenate(regions)

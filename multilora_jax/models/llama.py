@@ -99,15 +99,16 @@ def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
     chex.assert_shape(pool, (g.num_layers, g.num_pages, g.page_elements // shards))
     chex.assert_type(pool, g.storage_dtype)
     chex.assert_equal_shape([batch.token_ids_T, batch.positions_T, batch.slots_T])
-    chex.assert_rank([batch.token_ids_T, batch.table_SP, batch.decode_chunks, batch.prefill_chunks], [1, 2, 0, 0])
-    chex.assert_type(jax.tree.leaves((batch.token_ids_T, batch.positions_T, batch.slots_T, batch.table_SP)), jnp.int32)
-    tokens, rows = batch.token_ids_T.shape[0], batch.table_SP.shape[0]
+    integers = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.table_SP, batch.row_P, batch.first_N)
+    chex.assert_rank([*integers, batch.decode_chunks, batch.prefill_chunks], [1, 1, 1, 2, 1, 1, 1, 1])
+    chex.assert_type(list(integers), jnp.int32)
+    tokens, rows = len(batch.token_ids_T), len(batch.table_SP)
     if (batch.lora is None) != (batch.mix_SX is None) or (batch.mix_SX is not None and len(batch.mix_SX) != rows):
         raise ValueError(f"mix_SX goes with lora and has a row for each of the {rows} rows of the batch")
-    if tokens < rows or (tokens - rows) % (spec.prefill_block - 1):
+    if tokens - len(batch.row_P) != rows - len(batch.first_N):
         raise ValueError(
-            f"a batch of {rows} rows cannot have {tokens} tokens: it has one for each decode row and "
-            f"{spec.prefill_block} for each prefill block"
+            f"a batch of {rows} rows, {len(batch.first_N)} of them blocks, with {len(batch.row_P)} prompt tokens "
+            f"cannot have {tokens} tokens: it has one for each other row besides"
         )
 
 
@@ -115,7 +116,7 @@ def vocab_inputs(pool: jax.Array, batch: ForwardBatch) -> VocabInputs | None:
     """What the parts outside the layers read of a step; None where no adapter changes them."""
     if batch.lora is None or batch.lora.extra is None or batch.mix_SX is None:
         return None
-    return VocabInputs(pool, batch.lora.extra.vocab, batch.mix_SX)
+    return VocabInputs(pool, batch.lora.extra.vocab, batch.mix_SX, batch.row_P)
 
 
 def begin(
@@ -130,26 +131,28 @@ def begin(
     Returns:
         (x, inputs): x is the float32 residual stream in the activation layout.
     """
-    num_tokens = batch.token_ids_T.shape[0]
     embedded_TD = _embed(spec, top["embed"], batch.token_ids_T).astype(_F32)
     if vocab is not None:
-        mix_TX = rows_to_tokens(spec, vocab.mix_SX, num_tokens)
+        mix_TX = rows_to_tokens(vocab.mix_SX, vocab.row_P, len(batch.token_ids_T))
         embedded_TD = embedding_deltas(spec, vocab.pool, vocab.tables, embedded_TD, batch.token_ids_T, mix_TX)
     lora, mix_RT = batch.lora, None
     if lora is not None and batch.mix_SX is not None:
         mix_SR = jnp.take(batch.mix_SX, jnp.maximum(lora.owner_R, 0), axis=1, mode="clip")
-        mix_RT = rows_to_tokens(spec, jnp.where(lora.owner_R >= 0, mix_SR, 0.0), num_tokens).T
+        mix_SR = jnp.where(lora.owner_R >= 0, mix_SR, 0.0)
+        mix_RT = rows_to_tokens(mix_SR, batch.row_P, len(batch.token_ids_T)).T
     extra = lora and lora.extra
     inputs = LayerInputs(
         positions_T=batch.positions_T,
         slots_T=batch.slots_T,
         table_SP=batch.table_SP,
+        row_P=batch.row_P,
+        first_N=batch.first_N,
         decode_chunks=batch.decode_chunks,
         prefill_chunks=batch.prefill_chunks,
         cos_TH2=top["cos"][batch.positions_T],
         sin_TH2=top["sin"][batch.positions_T],
         mix_RT=mix_RT,
-        row_chunks=batch.row_chunks,
+        prompt_rows=batch.prompt_rows,
         scale_LMR=lora and lora.scale_LMR,
         const_LMR=lora and lora.const_LMR,
         gain_LMR=extra and extra.gain_LMR,
@@ -158,19 +161,16 @@ def begin(
     return (embedded_TD.T if spec.features_first else embedded_TD), inputs
 
 
-def rows_to_tokens(spec: LlamaSpec, values_SX: jax.Array, num_tokens: int) -> jax.Array:
+def rows_to_tokens(values_SX: jax.Array, row_P: jax.Array, num_tokens: int) -> jax.Array:
     """Gives each token its row's values: [S, X] to [T, X] (a decode row has one token, a prefill block many)."""
-    block = spec.prefill_block
-    num_blocks = (num_tokens - len(values_SX)) // (block - 1)
-    num_decodes = len(values_SX) - num_blocks
-    return jnp.concatenate([values_SX[:num_decodes], jnp.repeat(values_SX[num_decodes:], block, axis=0)])
+    return jnp.concatenate([values_SX[: num_tokens - len(row_P)], values_SX[row_P]])
 
 
 def final_hidden(top: dict[str, jax.Array], x: jax.Array, vocab: VocabInputs | None, *, spec: LlamaSpec) -> jax.Array:
     """The last norm over the residual stream of T tokens, in the activation layout and the compute type."""
     if vocab is None:
         return rms_norm(spec, x, top["final_norm"])
-    mix_TX = rows_to_tokens(spec, vocab.mix_SX, x.shape[1 - spec.feature_axis])
+    mix_TX = rows_to_tokens(vocab.mix_SX, vocab.row_P, x.shape[1 - spec.feature_axis])
     weight_TD = top["final_norm"].astype(_F32) + final_norm_deltas(spec, vocab.pool, vocab.tables, mix_TX)
     return rms_norm(spec, x, weight_TD.T if spec.features_first else weight_TD)
 
@@ -237,7 +237,7 @@ def decoder_layer(
     """
     config, tp, axis = spec.config, spec.geometry.tp, spec.feature_axis
     N, K, H = config.num_heads // tp, config.num_kv_heads // tp, config.head_dim
-    lora = LayerDeltas.of(spec, rows, layer, inputs)
+    lora = LayerDeltas.of(rows, layer, inputs)
 
     h = rms_norm(spec, x, norm_weight(spec, w["input_norm"], lora, 0))
     qkv = column_parallel(spec, w["qkv"], w.get("qkv_bias"), h, lora, ("q_proj", "k_proj", "v_proj"))

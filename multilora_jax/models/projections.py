@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from multilora_jax.memory.geometry import MODULES
-from multilora_jax.models.batch import LayerInputs, LayerRows, RowChunks
+from multilora_jax.models.batch import LayerInputs, LayerRows, PromptRows
 from multilora_jax.models.layers import LlamaSpec, along_features, linear
 from multilora_jax.models.rows import PLACES
-from pallas_kernels.segmented_lora import lora_deltas_of_chunks, lora_expand, lora_shrink
+from pallas_kernels.segmented_lora import lora_deltas_of_rows, lora_expand, lora_shrink
 
 _F32 = jnp.float32
 
@@ -36,20 +36,19 @@ class LayerDeltas:
     const_MR: jax.Array  # float32[7, R]
     gain_MR: jax.Array | None  # float32[7, R]
     norm_2R: jax.Array | None  # float32[2, R]
-    row_chunks: RowChunks | None
+    prompt_rows: PromptRows | None
     num_decodes: int
 
     @classmethod
-    def of(cls, spec: LlamaSpec, rows: LayerRows | None, layer: jax.Array, inputs: LayerInputs) -> LayerDeltas | None:
+    def of(cls, rows: LayerRows | None, layer: jax.Array, inputs: LayerInputs) -> LayerDeltas | None:
         """Those of a layer; None where no token of the step has an adapter."""
         if rows is None or inputs.mix_RT is None or inputs.scale_LMR is None or inputs.const_LMR is None:
             return None
         gain = None if inputs.gain_LMR is None else inputs.gain_LMR[layer]
         norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
-        num_rows, num_tokens = len(inputs.table_SP), len(inputs.positions_T)
-        num_decodes = num_rows - (num_tokens - num_rows) // (spec.prefill_block - 1)
+        num_decodes = len(inputs.positions_T) - len(inputs.row_P)
         return cls(
-            rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.row_chunks,
+            rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.prompt_rows,
             num_decodes,
         )  # fmt: skip
 
@@ -69,14 +68,14 @@ class LayerDeltas:
             s = lora_shrink(x, a_MRI, scale_MR, mix_RT, const_MR, **layout)
             return [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
 
-        if self.row_chunks is None:
+        if self.prompt_rows is None:
             return dense(x, self.mix_RT)
         b_MOR = [getattr(self.rows, PLACES[module][2]) for module in modules]
-        chunks, axis = self.row_chunks, 1 - spec.feature_axis
+        owned, axis = self.prompt_rows, 1 - spec.feature_axis
         decodes, prefills = jnp.split(x, [self.num_decodes], axis)
         mix_RB, mix_RP = jnp.split(self.mix_RT, [self.num_decodes], 1)
-        few = lora_deltas_of_chunks(
-            prefills, a_MRI, b_MOR, scale_MR, mix_RP, const_MR, chunks.index_C, chunks.count, **layout
+        few = lora_deltas_of_rows(
+            prefills, a_MRI, b_MOR, scale_MR, mix_RP, const_MR, owned.row_C, owned.num_rows, **layout
         )
         pairs = zip(dense(decodes, mix_RB), few, strict=True)
         return [jnp.concatenate(pair, axis) for pair in pairs]

@@ -1,11 +1,14 @@
 """Paged attention for any XLA device: a loop over chunks of pages with an online softmax.
 
-The loop runs only as far as the longest row of the batch needs, so one compiled program serves every context length.
+Rows are taken in groups, and the loop of a group runs only as far as its longest row needs: one compiled program serves
+every context length, a long row costs those beside it in its group alone, and rows of padding cost nothing.
 Keys and values are gathered by (page, kind, head), which hands the batched products their operands without a
 transposition; on a CPU that is three times faster than gathering whole pages.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +26,15 @@ def paged_attention(
     layer: jax.Array | int,
     table_BP: jax.Array,
     position_BQ: jax.Array,
-    num_chunks: jax.Array,
+    chunks_G: jax.Array,
     *,
+    group: int,
     num_kv_heads: int,
     page_tokens: int,
 ) -> jax.Array:
     """Causal attention of B rows of Q queries each; all queries of a row see that row's pages.
+
+    Group i is the rows from first_row(i, B, group) on, `group` of them, or all B where those are fewer.
 
     Args:
         q_BQNH: [B, Q, N, H], rotated queries, compute type.
@@ -37,12 +43,54 @@ def paged_attention(
         layer: index into L.
         table_BP: int32[B, pages], pages a multiple of PAGE_CHUNK; entries past a row's context may be any valid page.
         position_BQ: int32[B, Q]; a query sees the slots up to its own position, so each must be at least 0.
-        num_chunks: int32 scalar, ceil(longest context / (PAGE_CHUNK * page_tokens)).
+        chunks_G: int32[num_groups(B, group)], ceil(longest context of the group / (PAGE_CHUNK * page_tokens)). Those
+            behind the last that is not 0 are left out, and the result of rows in no other group is 0.
+        group: rows of a group.
         num_kv_heads: K; page_tokens: slots of a page.
 
     Returns:
         [B, Q, N, H] in q's type; sums are float32.
     """
+    B = len(q_BQNH)
+    sizes = {"num_kv_heads": num_kv_heads, "page_tokens": page_tokens}
+    if group >= B:
+        return _one_group(q_BQNH, pool_LPE, layer, table_BP, position_BQ, chunks_G[0], **sizes)
+
+    def turn(i: jax.Array, out_BQNH: jax.Array) -> jax.Array:
+        first = first_row(i, B, group)
+        q, table, position = (
+            jax.lax.dynamic_slice_in_dim(x, first, group) for x in (q_BQNH, table_BP, position_BQ)
+        )  # fmt: skip
+        out = _one_group(q, pool_LPE, layer, table, position, chunks_G[i], **sizes)
+        return jax.lax.dynamic_update_slice_in_dim(out_BQNH, out, first, 0)
+
+    used = jnp.max(jnp.where(chunks_G > 0, jnp.arange(1, len(chunks_G) + 1), 0))
+    return jax.lax.fori_loop(0, used, turn, jnp.zeros_like(q_BQNH))
+
+
+def num_groups(num_rows: int, group: int) -> int:
+    """Groups of so many rows."""
+    return max(1, -(-num_rows // group))
+
+
+def first_row(index: Any, num_rows: int, group: int) -> Any:
+    """First row of a group (an int or a traced one): the last reaches back where the rows are no multiple of it."""
+    least = max(0, num_rows - group)
+    return min(index * group, least) if isinstance(index, int) else jnp.minimum(index * group, least)
+
+
+def _one_group(
+    q_BQNH: jax.Array,
+    pool_LPE: jax.Array,
+    layer: jax.Array | int,
+    table_BP: jax.Array,
+    position_BQ: jax.Array,
+    num_chunks: jax.Array,
+    *,
+    num_kv_heads: int,
+    page_tokens: int,
+) -> jax.Array:
+    """paged_attention of all rows as far as the longest needs."""
     B, Q, N, H = q_BQNH.shape
     K, S = num_kv_heads, page_tokens
     G = N // K

@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 from multilora_jax.engine.batch import BatchShape, batch_shapes, build_batch, empty_batch, pick_shape, table_width
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.memory.geometry import PoolGeometry
+from multilora_jax.models.config import ModelConfig, RopeConfig
+from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.request import SamplingParams, Sequence
-from pallas_kernels.paged_attention.xla import PAGE_CHUNK
+from pallas_kernels.paged_attention.xla import PAGE_CHUNK, first_row
 
 GEOMETRY = PoolGeometry(
     num_layers=2, num_pages=4096, page_tokens=16, hidden=64, q_dim=64, kv_dim=32, ffn=96, num_kv_heads=2, head_dim=16
 )
 BLOCK, WIDTH = 8, table_width(512, GEOMETRY)
+CONFIG = ModelConfig(
+    name="tiny", vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
+    rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64,
+)  # fmt: skip
+SPEC = LlamaSpec(CONFIG, GEOMETRY, BLOCK, attention_groups=(2, 3))
 
 
 class Pages:
@@ -48,34 +55,33 @@ def sequence(pages, computed, pending, *, prompt=None, adapter=None, scale=1.0, 
 
 
 def build(decodes, prefills, shapes=None, index=None, rows=None):
-    shapes = shapes or batch_shapes(8, 6)
+    shapes = shapes or batch_shapes(8, 48, BLOCK)
     step = ScheduledStep(decodes=decodes, prefills=prefills)
     slots = max(index.values()) + 1 if index else 0
     starts = rows or {adapter: [] for adapter in index or ()}
     slot_of = (index or {}).__getitem__
-    return build_batch(step, shapes, GEOMETRY, BLOCK, WIDTH, slots, slot_of, starts.__getitem__)
+    return build_batch(step, shapes, SPEC, WIDTH, slots, slot_of, starts.__getitem__)
 
 
 def test_shapes():
-    assert batch_shapes(1, 1) == [BatchShape(0, 2), BatchShape(1, 2)]
-    assert batch_shapes(16, 8) == [BatchShape(0, n) for n in (2, 8, 16)] + [BatchShape(2, 16), BatchShape(8, 16)]
-    assert batch_shapes(40, 2) == [BatchShape(0, n) for n in (2, 8, 32, 40)] + [BatchShape(2, 40)]
-    assert BatchShape(3, 5).num_tokens(32) == 101
-    assert BatchShape(3, 5).num_rows == 8
+    def decodes(*sizes):
+        return [BatchShape(0, 0, n) for n in sizes]
+
+    assert batch_shapes(1, 32, 32) == [*decodes(2), BatchShape(32, 2, 2)]
+    assert batch_shapes(16, 256, 32) == [*decodes(2, 8, 16), BatchShape(64, 4, 16), BatchShape(256, 16, 16)]
+    assert batch_shapes(40, 100, 128) == [*decodes(2, 8, 32, 40), BatchShape(100, 2, 40)]
+    assert batch_shapes(8, 300, 128) == [*decodes(2, 8), BatchShape(128, 2, 8), BatchShape(300, 5, 8)]
+    assert BatchShape(96, 3, 5).num_tokens == 101
+    assert BatchShape(96, 3, 5).num_rows == 8
 
 
 def test_the_smallest_shape_that_holds_a_step_is_picked():
-    shapes = batch_shapes(16, 8)
-    assert pick_shape(shapes, 1, 0) == BatchShape(0, 2)
-    assert pick_shape(shapes, 3, 0) == BatchShape(0, 8)
-    assert pick_shape(shapes, 0, 1) == pick_shape(shapes, 16, 2) == BatchShape(2, 16)
-    assert pick_shape(shapes, 0, 3) == BatchShape(8, 16)
-    for decodes in range(17):
-        for blocks in range(9):
-            if decodes or blocks:
-                shape = pick_shape(shapes, decodes, blocks)
-                assert shape.num_decodes >= decodes
-                assert shape.num_blocks >= blocks
+    shapes = batch_shapes(16, 256, 32)
+    small, large = BatchShape(64, 4, 16), BatchShape(256, 16, 16)
+    assert pick_shape(shapes, 1, 0, 0) == BatchShape(0, 0, 2)
+    assert pick_shape(shapes, 3, 0, 0) == BatchShape(0, 0, 8)
+    assert pick_shape(shapes, 0, 1, 1) == pick_shape(shapes, 16, 64, 4) == small
+    assert pick_shape(shapes, 0, 65, 3) == pick_shape(shapes, 0, 64, 5) == large
 
 
 def test_table_width_is_whole_chunks():
@@ -85,67 +91,74 @@ def test_table_width_is_whole_chunks():
 
 
 def test_padding_writes_to_page_0_and_is_the_base():
-    batch = empty_batch(BatchShape(2, 4), BLOCK, WIDTH)
+    batch = empty_batch(BatchShape(16, 2, 4), SPEC, WIDTH)
     assert batch.token_ids_T.shape == (20,)
     assert batch.table_SP.shape == (6, WIDTH)
     assert not np.any(batch.slots_T)
     assert not np.any(batch.positions_T)
     assert batch.mix_SX is None
-    assert not np.asarray(empty_batch(BatchShape(2, 4), BLOCK, WIDTH, slots=3).mix_SX).any()
-    assert (batch.decode_chunks, batch.prefill_chunks) == (0, 0)
+    assert not np.asarray(empty_batch(BatchShape(16, 2, 4), SPEC, WIDTH, slots=3).mix_SX).any()
+    assert not np.any(batch.decode_chunks)
+    assert not np.any(batch.prefill_chunks)
+    assert set(np.asarray(batch.row_P).tolist()) == {4}
     assert (np.asarray(batch.sampling.temperature_S) == 0).all()
 
 
 def test_decode_rows():
     pages, lora = Pages(), object()
-    seqs = [sequence(pages, 20, 1), sequence(pages, 128, 1, adapter=lora, scale=0.5), sequence(pages, 0, 1)]
-    built = build(seqs, [], index={lora: 5})
+    seqs = [sequence(pages, 0, 1), sequence(pages, 20, 1), sequence(pages, 128, 1, adapter=lora, scale=0.5)]
+    built = build([seqs[1], seqs[2], seqs[0]], [], index={lora: 5})  # they come in order of length
     batch = built.batch
-    assert built.shape == BatchShape(0, 8)
+    assert built.shape == BatchShape(0, 0, 8)
     assert built.rows == [(seq, i) for i, seq in enumerate(seqs)]
-    assert list(batch.token_ids_T[:3]) == [1060, 1384, 1000]
-    assert list(batch.positions_T[:3]) == [20, 128, 0]
-    assert list(batch.slots_T[:3]) == [seqs[0].page_ids[1] * 16 + 4, seqs[1].page_ids[8] * 16, seqs[2].page_ids[0] * 16]
+    assert list(batch.token_ids_T[:3]) == [1000, 1060, 1384]
+    assert list(batch.positions_T[:3]) == [0, 20, 128]
+    assert list(batch.slots_T[:3]) == [seqs[0].page_ids[0] * 16, seqs[1].page_ids[1] * 16 + 4, seqs[2].page_ids[8] * 16]
     mix_SX = np.zeros((8, 6))
-    mix_SX[1, 5] = 0.5
+    mix_SX[2, 5] = 0.5
     np.testing.assert_array_equal(batch.mix_SX, mix_SX)
     assert list(batch.sampling.vocab_S[:4]) == [5000, 5000, 5000, 1]
-    assert list(batch.table_SP[1, :9]) == seqs[1].page_ids
-    assert batch.decode_chunks == 3  # 129 tokens at 64 a chunk
-    assert batch.prefill_chunks == 0
+    assert list(batch.table_SP[2, :9]) == seqs[2].page_ids
+    assert list(batch.decode_chunks) == [1, 3, 0, 0]  # groups of two, 129 tokens at 64 a chunk
+    assert not np.any(batch.prefill_chunks)
     assert list(batch.sampling.index_S[:3]) == [0, 1, 2]
-    assert list(batch.sampling.position_S[:3]) == [21, 129, 1]
+    assert list(batch.sampling.position_S[:3]) == [1, 21, 129]
 
 
-def test_prefill_chunks_fill_blocks_of_their_own():
+def test_prefill_chunks_are_packed_and_have_blocks_of_their_own():
     pages, lora = Pages(), object()
     whole = sequence(pages, 0, 11, adapter=lora)
     first = sequence(pages, 0, 40)  # 16 of its 40 tokens in this step
     rest = sequence(pages, 120, 10)
     decode = sequence(pages, 9, 1)
     built = build([decode], [(whole, 11), (first, 16), (rest, 10)], index={lora: 0})
-    assert built.shape == BatchShape(6, 8)
-    assert built.chunks == [(whole, 8, 11), (first, 24, 16), (rest, 40, 10)]
+    assert built.shape == BatchShape(48, 12, 8)
+    assert built.chunks == [(whole, 8, 11), (first, 19, 16), (rest, 35, 10)]
+    assert list(built.batch.first_N[:6]) == [0, 8, 11, 19, 27, 35]
+    assert list(built.batch.row_P[:37]) == [8] * 8 + [9] * 3 + [10] * 8 + [11] * 8 + [12] * 8 + [13] * 2
     # A row samples only where the last token of its sequence runs: in the last block of each of the two.
     assert built.rows == [(decode, 0), (whole, 9), (rest, 13)]
     sampling = built.batch.sampling
-    assert [int(sampling.index_S[row]) for row in (0, 9, 13)] == [0, 8 + 10, 40 + 9]
+    assert [int(sampling.index_S[row]) for row in (0, 9, 13)] == [0, 8 + 10, 35 + 9]
     assert [int(sampling.position_S[row]) for row in (0, 9, 13)] == [10, 11, 130]
-    assert (built.batch.decode_chunks, built.batch.prefill_chunks) == (1, 3)
-    assert np.asarray(built.batch.mix_SX)[:, 0].tolist() == [0] * 8 + [1, 1] + [0] * 4
+    assert list(built.batch.decode_chunks) == [1, 0, 0, 0]
+    assert list(built.batch.prefill_chunks) == [1, 3, 0, 0]  # groups of three blocks
+    assert np.asarray(built.batch.mix_SX)[:, 0].tolist() == [0] * 8 + [1, 1] + [0] * 10
 
 
-def test_prefill_blocks_name_the_chunks_of_rank_rows_that_they_need():
+def test_prefill_blocks_name_the_rank_rows_that_they_need():
     pages, a, b, c = Pages(), object(), object(), object()
     rows = {a: [0, 72], b: [136], c: [184, 8]}
     decode, first, second = (sequence(pages, 5 * (x is a), 1 if x is a else 9, adapter=x) for x in (a, b, c))
-    slots = {a: 0, b: 1, c: 23}  # 24 slots: 192 rows, three chunks
-    chunks: Any = build([decode], [(first, 9), (second, 9)], index=slots, rows=rows).batch.row_chunks
-    assert (chunks.index_C.tolist(), chunks.count) == ([0, 2, 0], 2)  # the decode's rows are not among them
-    chunks = build([decode], [(sequence(pages, 0, 9), 9)], index=slots, rows=rows).batch.row_chunks
-    assert chunks.count == 0
-    assert build([decode], [], index=slots, rows=rows).batch.row_chunks is None
-    assert build([decode], [(first, 9)], index={a: 0, b: 7}, rows=rows).batch.row_chunks is None  # 64 rows
+    slots = {a: 0, b: 1, c: 23}  # 24 slots: 192 rows
+    owned: Any = build([decode], [(first, 9), (second, 9)], index=slots, rows=rows).batch.prompt_rows
+    assert owned.row_C.shape == (192,)
+    wanted = [row for start in (8, 136, 184) for row in range(start, start + 8)]  # the decode's are not among them
+    assert (owned.row_C[:24].tolist(), owned.num_rows) == (wanted, 24)
+    owned = build([decode], [(sequence(pages, 0, 9), 9)], index=slots, rows=rows).batch.prompt_rows
+    assert owned.num_rows == 0
+    assert build([decode], [], index=slots, rows=rows).batch.prompt_rows is None
+    assert build([decode], [(first, 9)], index={a: 0, b: 11}, rows=rows).batch.prompt_rows is None  # 96 rows
 
 
 def test_sampling_options_of_a_row():
@@ -182,13 +195,15 @@ def test_every_token_is_read_and_written_where_its_sequence_says(decodes, prefil
     built = build(one, many, index=index)
     batch, expected = built.batch, {}
     rows = {}
-    for row, seq in enumerate(one):
+    for row, seq in enumerate(sorted(one, key=lambda seq: seq.num_computed_tokens)):
         expected[row] = (seq, seq.num_computed_tokens, row)
     for seq, first, n in built.chunks:
         assert first >= built.shape.num_decodes
         for i in range(n):
             t = first + i
-            row = built.shape.num_decodes + (t - built.shape.num_decodes) // BLOCK
+            row = int(batch.row_P[t - built.shape.num_decodes])
+            start = int(batch.first_N[row - built.shape.num_decodes]) + built.shape.num_decodes
+            assert start <= t < start + BLOCK
             expected[t] = (seq, seq.num_computed_tokens + i, row)
     for t in range(len(batch.token_ids_T)):
         if t not in expected:
@@ -205,8 +220,14 @@ def test_every_token_is_read_and_written_where_its_sequence_says(decodes, prefil
         else:
             assert not seq.adapters
         assert rows.setdefault(row, seq) is seq  # a row belongs to one sequence
-        chunks = batch.decode_chunks if t < built.shape.num_decodes else batch.prefill_chunks
-        assert position < int(chunks) * PAGE_CHUNK * 16
+        B, N = built.shape.num_decodes, built.shape.num_blocks
+        regions = [(0, B, 2, batch.decode_chunks), (B, N, 3, batch.prefill_chunks)]
+        first, count, group, chunks_G = regions[t >= B]
+        seen = [
+            first_row(i, count, group) <= row - first < first_row(i, count, group) + group for i in range(len(chunks_G))
+        ]
+        assert all(position < n * PAGE_CHUNK * 16 for n, sees in zip(chunks_G, seen, strict=True) if sees and n)
+        assert any(n for n, sees in zip(chunks_G, seen, strict=True) if sees)
     assert {(seq.request_id, row) for seq, row in built.rows} == {
         (seq.request_id, row) for seq, position, row in expected.values() if position == seq.num_tokens - 1
     }

@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     name="tiny", vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
     rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64,
 )  # fmt: skip
-SHAPE, ROWS, BLOCK, WIDTH = BatchShape(num_blocks=2, num_decodes=4), 32, 16, 8
+SHAPE, ROWS, BLOCK, WIDTH = BatchShape(num_prompt_tokens=32, num_blocks=4, num_decodes=4), 32, 16, 8
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,10 @@ def test_a_shape_that_was_not_foreseen_is_an_error(mesh):
     begin = programs.get("begin", SHAPE, 0, False)
     top = programs._params["top"]
     sampled_S = np.zeros(SHAPE.num_rows, np.int32)
-    x, *_ = begin(top, pack(empty_batch(SHAPE, BLOCK, WIDTH)), sampled_S, None, None)
+    x, *_ = begin(top, pack(empty_batch(SHAPE, programs.spec, WIDTH)), sampled_S, None, None)
     assert x.shape == (64, 36)
     with pytest.raises(TypeError):
-        begin(top, pack(empty_batch(BatchShape(2, 5), BLOCK, WIDTH)), sampled_S, None, None)
+        begin(top, pack(empty_batch(BatchShape(32, 4, 5), programs.spec, WIDTH)), sampled_S, None, None)
 
 
 def test_layers_are_grouped_by_a_divisor_on_cpus():

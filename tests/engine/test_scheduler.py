@@ -40,15 +40,23 @@ def test_prompt_of_one_token_is_a_decode_row_at_once():
     assert seq.first_scheduled_time is not None
 
 
-def test_budget_of_prefill_blocks_counts_whole_blocks():
+def test_prompts_are_packed_token_by_token():
     bench = Bench()
     for name in "abcde":
-        bench.add(name, prompt=9)  # two blocks of eight
+        bench.add(name, prompt=9)  # 32 tokens a step
     step = bench.step()
-    assert [(seq.request_id, n) for seq, n in step.prefills] == [("a", 9), ("b", 9)]
+    assert [(seq.request_id, n) for seq, n in step.prefills] == [("a", 9), ("b", 9), ("c", 9), ("d", 5)]
     step = bench.step()
-    assert ids(step.decodes) == ["a", "b"]
-    assert [(seq.request_id, n) for seq, n in step.prefills] == [("c", 9), ("d", 9)]
+    assert ids(step.decodes) == ["a", "b", "c"]
+    assert [(seq.request_id, n) for seq, n in step.prefills] == [("d", 4), ("e", 9)]
+
+
+def test_many_short_prompts_use_up_the_blocks():
+    bench = Bench(max_num_seqs=12)
+    for i in range(10):
+        bench.add(str(i), prompt=2)  # a block of eight each, of which a step has eight
+    assert [n for _, n in bench.step().prefills] == [2] * 8
+    assert [n for _, n in bench.step().prefills] == [2] * 2
 
 
 def test_running_prefill_goes_before_new_admissions_and_the_rest_of_the_budget_is_used():

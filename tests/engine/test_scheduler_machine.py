@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
 from multilora_jax.errors import UserError
 from multilora_jax.memory.allocator import PageKind
 from multilora_jax.request import FinishReason, Sequence, SequenceStatus
@@ -48,7 +48,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_block=prefill_block, max_num_batched_tokens=blocks * prefill_block + prefill_block // 2, **options
         )
         self.bench.runs_ahead = runs_ahead
-        self.blocks = blocks
         self.cache, self.scheduler = self.bench.cache, self.bench.scheduler
         self.versions = 0
         self.adapters = [self.make(i) for i in range(NUM_NAMES)]
@@ -242,10 +241,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = {seq for seq in live if seq.num_pending_tokens == 1}
         # One that lacks a page waits for those that end in this moment.
         assert decoding == set(step.decodes) or (decoding > set(step.decodes) and len(live) < len(self.running))
-        assert sum(-(-n // config.prefill_block) for _, n in step.prefills) <= self.blocks
+        budget = config.max_num_batched_tokens, max_blocks(config.max_num_batched_tokens, config.prefill_block)
+        used = [(n, -(-n // config.prefill_block)) for _, n in step.prefills]
+        assert all(sum(values) <= limit for values, limit in zip(zip(*used, strict=True), budget, strict=False))
+        full = bool(used) and any(sum(v) == limit for v, limit in zip(zip(*used, strict=True), budget, strict=True))
         for seq, n in step.prefills:
             assert seq.num_pending_tokens > 1
-            assert n == seq.num_pending_tokens or (n > 0 and n % config.prefill_block == 0)
+            assert n == seq.num_pending_tokens or (n > 0 and full)  # a part of a prompt only where no more fits
         adapters = {adapter for seq in self.running for adapter in seq.adapters}
         assert config.max_loras is None or len(adapters) <= config.max_loras
         assert sum(-(-a.num_rows // 8) * 8 for a in adapters) <= config.max_rank_rows

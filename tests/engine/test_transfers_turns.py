@@ -19,7 +19,8 @@ def most_overtaken(order: list[str]) -> int:
 
 ROUND_ROBIN: list[dict[str, Any]] = [
     {"max_adapter_pages": 8},
-    {"num_pages": 8 + 8 * 2 + 1},  # 8 pages for adapters beside the KV of the running sequences
+    # 8 pages for adapters beside the KV of the running sequences, four of which start in a step
+    {"num_pages": 8 + 8 * 2 + 1, "max_num_batched_tokens": 16},
     {"max_adapter_pages": 8, "max_loras": 8},
     {"max_adapter_pages": 8, "max_loras": 4},
     {"max_adapter_pages": 8, "prefetch": False},

@@ -25,7 +25,7 @@ from multilora_jax.models.loader import load_llama
 from tests.oracle import Oracle
 
 BLOCK, MAX_LEN = 8, 64
-SHAPE = BatchShape(num_blocks=6, num_decodes=2)
+SHAPE = BatchShape(num_prompt_tokens=48, num_blocks=12, num_decodes=2)
 FIRST = [5, 17, 200, 31, 7, 99, 250, 12, 13, 14, 15]
 SECOND = [(11 + 37 * i) % 254 + 2 for i in range(40)]
 
@@ -52,7 +52,7 @@ class Runner:
             float32 logits of each decode [V], then of each chunk [n, V].
         """
         slots_X = 2 if self.lora is not None else 0
-        batch: Any = empty_batch(SHAPE, BLOCK, table_width(MAX_LEN, self.spec.geometry), slots_X)
+        batch: Any = empty_batch(SHAPE, self.spec, table_width(MAX_LEN, self.spec.geometry), slots_X)
         ids, positions, slots = batch.token_ids_T, batch.positions_T, batch.slots_T
         table, where = batch.table_SP, []
 
@@ -72,9 +72,11 @@ class Runner:
             where.append(list(range(t, t + len(tokens))))
             for i, token in enumerate(tokens):
                 put(t + i, row + i // BLOCK, sequence, first + i, token, adapter)
+                batch.row_P[t + i - SHAPE.num_decodes] = row + i // BLOCK
             used = -(-len(tokens) // BLOCK)
-            t, row = t + used * BLOCK, row + used
-        batch.decode_chunks = batch.prefill_chunks = np.int32(1)
+            batch.first_N[row - SHAPE.num_decodes :][:used] = t - SHAPE.num_decodes + BLOCK * np.arange(used)
+            t, row = t + len(tokens), row + used
+        batch.decode_chunks[:] = batch.prefill_chunks[:] = 1
         batch.lora = self.lora
         self.pool, hidden = self.forward(self.params, self.pool, batch)
         logits = np.asarray(compute_logits(self.params["top"], hidden, spec=self.spec))
@@ -194,12 +196,12 @@ def test_padding_changes_no_page_but_page_0(golden_tiny):
 
 def test_the_model_itself_can_be_called(golden_tiny):
     runner = Runner(golden_tiny / "bases" / "untied")
-    batch: Any = empty_batch(BatchShape(1, 2), BLOCK, table_width(MAX_LEN, runner.spec.geometry))
+    batch: Any = empty_batch(BatchShape(8, 2, 2), runner.spec, table_width(MAX_LEN, runner.spec.geometry))
     batch.token_ids_T[2:5] = [5, 17, 200]
     batch.positions_T[2:5] = [0, 1, 2]
     batch.slots_T[2:5] = 16 + np.arange(3)
     batch.table_SP[2, 0] = 1
-    batch.prefill_chunks = np.int32(1)
+    batch.prefill_chunks[0] = 1
     _, hidden = runner.model(runner.pool, batch)
     logits = compute_logits(runner.params["top"], hidden, spec=runner.spec)
     wanted = Oracle.from_folder(golden_tiny / "bases" / "untied").logits([5, 17, 200])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, paged_attention_reference
-from pallas_kernels.paged_attention.xla import PAGE_CHUNK
+from pallas_kernels.paged_attention.xla import PAGE_CHUNK, first_row, num_groups
 
 TOLERANCE = {
     "float32": 2e-5,
@@ -19,7 +19,7 @@ TOLERANCE = {
 LAYERS, LAYER = 3, 1
 
 
-def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", seed=0, extra_chunks=0):
+def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", seed=0, extra_chunks=0, group=99):
     """Runs rows of queries at the given positions; slots that no query sees hold huge values."""
     rng = np.random.default_rng(seed)
     position_BQ = np.asarray(position_BQ, np.int32)
@@ -40,9 +40,11 @@ def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", s
 
     storage = np.uint32 if dtype == "float32" else np.uint16
     pool = jnp.asarray(kv.view(storage).reshape(LAYERS, P, -1))
-    num_chunks = -(-int(lengths.max()) // (PAGE_CHUNK * S)) + extra_chunks
-    got = jax.jit(paged_attention, static_argnames=("num_kv_heads", "page_tokens"))(
-        q, pool, LAYER, table_BP, position_BQ, jnp.int32(num_chunks), num_kv_heads=K, page_tokens=S
+    firsts = [first_row(i, B, group) for i in range(num_groups(B, group))]
+    longest_G = np.array([lengths[first : first + group].max() for first in firsts])
+    chunks_G = (-(-longest_G // (PAGE_CHUNK * S)) + extra_chunks).astype(np.int32)
+    got = jax.jit(paged_attention, static_argnames=("group", "num_kv_heads", "page_tokens"))(
+        q, pool, LAYER, table_BP, position_BQ, chunks_G, group=group, num_kv_heads=K, page_tokens=S
     )
     assert got.shape == q.shape
     assert got.dtype == dtype
@@ -88,6 +90,30 @@ def test_chunks_past_every_context_change_nothing():
     check([[5], [90]], heads=(4, 2), extra_chunks=2)
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [4, 5, 7])
+def test_rows_in_groups(rows, group, queries):
+    """Each group goes as far as its own longest row; the last shares rows where they are no multiple of it."""
+    check([block(7 + 37 * row, queries) for row in range(rows)], heads=(4, 2), group=group)
+
+
+def test_a_group_without_chunks_is_left_out():
+    rng = np.random.default_rng(0)
+    pool = jnp.asarray(rng.standard_normal((1, 9, 2 * 2 * 16 * 16), np.float32)).view(jnp.uint32)
+    q = jnp.asarray(rng.standard_normal((5, 1, 4, 16)), jnp.float32)
+    table_BP = jnp.arange(1, 6)[:, None] + jnp.zeros((1, PAGE_CHUNK), int)
+    sizes = {"group": 2, "num_kv_heads": 2, "page_tokens": 16}
+    assert (num_groups(5, 2), [first_row(i, 5, 2) for i in range(3)]) == (3, [0, 2, 3])
+    some, every = (
+        paged_attention(q, pool, 0, table_BP, jnp.full((5, 1), 9), jnp.asarray(chunks), **sizes)
+        for chunks in ([1, 1, 0], [1, 1, 1])
+    )
+    np.testing.assert_array_equal(some[:4], every[:4])
+    assert not np.any(some[4])
+    assert np.all(np.any(every, (1, 2, 3)))
+
+
 def test_queries_of_a_row_read_one_layer_only():
     """The same pages in another layer give another result."""
     rng = np.random.default_rng(0)
@@ -95,7 +121,9 @@ def test_queries_of_a_row_read_one_layer_only():
     q = jnp.asarray(rng.standard_normal((1, 1, 4, 16)), jnp.float32)
     table_BP, position_BQ = jnp.array([[1, 2, *[0] * 6]]), jnp.array([[20]])
     first, second = (
-        paged_attention(q, pool, layer, table_BP, position_BQ, jnp.int32(1), num_kv_heads=2, page_tokens=16)
+        paged_attention(
+            q, pool, layer, table_BP, position_BQ, jnp.ones(1, int), group=1, num_kv_heads=2, page_tokens=16
+        )
         for layer in (0, 1)
     )
     assert np.abs(first - second).max() > 0.1
