@@ -44,7 +44,7 @@ from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
 from multilora_jax.models.loader import param_specs
 from multilora_jax.models.rows import LAYER_ROWS_SPEC, attention_rows, insert_rows, make_rows, unit_columns
-from multilora_jax.models.sampler import StepOutput, mask_vocabulary, sample, token_logprobs
+from multilora_jax.models.sampler import StepOutput, sample, token_logprobs
 
 MAX_CPU_GROUP = 4
 """Most layers of one program on a CPU."""
@@ -89,11 +89,10 @@ def finish(
         x = x.T
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
-    logits_SV = mask_vocabulary(logits_SV, sampling.vocab_S)
     columns = spec.features_first and edits is None
     token_S = sample(logits_SV if edits is None else edit_logits(logits_SV, edits), sampling, columns=columns)
     wanted = jnp.any(sampling.num_logprobs_S >= 0)
-    logprobs = token_logprobs(logits_SV, token_S, wanted, columns=columns)
+    logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, columns=columns)
     return StepOutput(jnp.pad(token_S, (0, max_rows - len(token_S))), *logprobs, hidden)
 
 
@@ -137,8 +136,8 @@ def block_logprobs(
     spec: LlamaSpec,
 ) -> Any:
     """token_logprobs of the positions of one prefill block; hidden in the activation layout."""
-    logits_QV = mask_vocabulary(compute_logits(top, hidden, spec=spec, vocab=vocab), vocab_Q)
-    return token_logprobs(logits_QV, target_Q, jnp.bool_(True))
+    logits_QV = compute_logits(top, hidden, spec=spec, vocab=vocab)
+    return token_logprobs(logits_QV, target_Q, vocab_Q, jnp.bool_(True))
 
 
 def layer_group(num_layers: int, platform: str) -> int:

@@ -40,7 +40,7 @@ class LlamaSpec:
     features_first: bool = True
     axis_name: str | None = None
     quantization: str | None = None
-    attention_groups: tuple[int, int] = (8, 4)
+    attention_groups: tuple[int, int] = (16, 4)
 
     @property
     def dtype(self) -> Any:

@@ -45,29 +45,35 @@ def sample(logits_SV: jax.Array, sampling: SamplingBatch, *, columns: bool = Fal
     """int32[S]: the most likely token where temperature is 0, else a draw after temperature, min-p, top-k and top-p.
 
     Args:
-        logits_SV: float32[S, V].
+        logits_SV: float32[S, V]; those of tokens that a row does not have may be anything.
         columns: they were computed as [V, S], so that a step of greedy rows had better not transpose them.
     """
-    operand = logits_SV.T if columns else logits_SV
-    greedy_S = most_likely_of_columns(operand) if columns else jnp.argmax(logits_SV, -1).astype(jnp.int32)
+    operand, vocab_S = logits_SV.T if columns else logits_SV, sampling.vocab_S
+    if columns:
+        greedy_S = most_likely_of_columns(operand, vocab_S)
+    else:
+        greedy_S = jnp.argmax(mask_vocabulary(logits_SV, vocab_S), -1).astype(jnp.int32)
 
     def draw(operand: jax.Array) -> jax.Array:
-        return _draw(operand.T if columns else operand, sampling)
+        return _draw(mask_vocabulary(operand.T if columns else operand, vocab_S), sampling)
 
     drawn_S = jax.lax.cond(jnp.any(sampling.temperature_S > 0), draw, lambda _: greedy_S, operand)
     return jnp.where(sampling.temperature_S > 0, drawn_S, greedy_S)
 
 
-def most_likely_of_columns(logits_VS: jax.Array) -> jax.Array:
-    """int32[S]: index of each column's largest value, the first of equal ones; any where one is NaN.
+def most_likely_of_columns(logits_VS: jax.Array, vocab_S: jax.Array) -> jax.Array:
+    """int32[S]: index of each column's largest value before vocab_S, the first of equal ones; any where one is NaN.
 
     The maximum of each block first, then the block: XLA:CPU does vectors for a maximum over rows, but takes an arg-max
-    value by value (with the transposition it saves, 17 ms for 8 columns of 49,152 become 0.3).
+    value by value (with the transposition it saves, 17 ms for 8 columns of 49,152 become 0.3). What is masked is
+    never written down: of 32 columns that would take longer than all the rest.
     """
     V, S = logits_VS.shape
     size = math.gcd(V, _BLOCK)
-    block_S = jnp.argmax(logits_VS.reshape(V // size, size, S).max(1), 0)
-    inside_SB = logits_VS.reshape(V // size, size, S)[block_S, :, jnp.arange(S)]
+    blocks_NBS, token_NB1 = logits_VS.reshape(V // size, size, S), jnp.arange(V).reshape(V // size, size, 1)
+    block_S = jnp.argmax(jnp.where(token_NB1 < vocab_S, blocks_NBS, -jnp.inf).max(1), 0)
+    token_SB = block_S[:, None] * size + jnp.arange(size)
+    inside_SB = jnp.where(token_SB < vocab_S[:, None], blocks_NBS[block_S, :, jnp.arange(S)], -jnp.inf)
     return (block_S * size + jnp.argmax(inside_SB, 1)).astype(jnp.int32)
 
 
@@ -121,13 +127,14 @@ def _largest(order_SV: jax.Array, enough) -> jax.Array:
 
 
 def token_logprobs(
-    logits_SV: jax.Array, token_S: jax.Array, wanted: jax.Array, *, columns: bool = False
+    logits_SV: jax.Array, token_S: jax.Array, vocab_S: jax.Array, wanted: jax.Array, *, columns: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of given tokens and of the most likely ones.
 
     Args:
         logits_SV: float32[S, V], before temperature.
         token_S: int32[S].
+        vocab_S: int32[S], a row has the tokens before this one.
         wanted: bool scalar; False skips the work and returns zeros.
         columns: see sample.
 
@@ -138,7 +145,7 @@ def token_logprobs(
     k = min(NUM_TOP, V)
 
     def compute(operand: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        logprob_SV = jax.nn.log_softmax(operand.T if columns else operand, -1)
+        logprob_SV = jax.nn.log_softmax(mask_vocabulary(operand.T if columns else operand, vocab_S), -1)
         own_S = jnp.take_along_axis(logprob_SV, token_S[:, None], 1, mode="clip")[:, 0]
         rank_S = jnp.sum(logprob_SV > own_S[:, None], -1, dtype=jnp.int32) + 1
         top_SK, ids_SK = jax.lax.top_k(logprob_SV, k)

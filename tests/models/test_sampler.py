@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,14 +17,12 @@ from multilora_jax.models.batch import SamplingBatch
 from multilora_jax.models.sampler import (
     NUM_TOP,
     _truncate,
-    mask_vocabulary,
     most_likely_of_columns,
     sample,
     token_logprobs,
 )
 
 sample_jit, truncate_jit, logprobs_jit = jax.jit(sample), jax.jit(_truncate), jax.jit(token_logprobs)
-mask_jit = jax.jit(mask_vocabulary)
 
 
 def sampling(rows: int, *, seeds: Any = 0, positions: Any = 0, **options: Any) -> SamplingBatch:
@@ -51,7 +50,7 @@ def sampling(rows: int, *, seeds: Any = 0, positions: Any = 0, **options: Any) -
 def test_most_likely_of_columns_is_the_first_of_the_largest(vocab):
     logits_VS = np.random.default_rng(vocab).integers(-3, 3, (vocab, 9)).astype(np.float32)  # many ties
     logits_VS[:, 1], logits_VS[:, 2], logits_VS[-1, 3], logits_VS[vocab // 2, 4] = -np.inf, 0, 9, np.nan
-    token_S = np.asarray(jax.jit(most_likely_of_columns)(logits_VS))
+    token_S = np.asarray(jax.jit(most_likely_of_columns)(logits_VS, np.full(9, vocab)))
     assert 0 <= token_S[4] < vocab
     np.testing.assert_array_equal(np.delete(token_S, 4), np.delete(logits_VS.argmax(0), 4))
 
@@ -62,8 +61,9 @@ def test_columns_change_nothing_but_the_layout():
     token_S = sample_jit(logits_SV, options)
     np.testing.assert_array_equal(jax.jit(functools.partial(sample, columns=True))(logits_SV, options), token_S)
     for wanted in (True, False):
-        rows = logprobs_jit(logits_SV, token_S, jnp.bool_(wanted))
-        columns = jax.jit(functools.partial(token_logprobs, columns=True))(logits_SV, token_S, jnp.bool_(wanted))
+        rows = logprobs_jit(logits_SV, token_S, options.vocab_S, jnp.bool_(wanted))
+        transposed = jax.jit(functools.partial(token_logprobs, columns=True))
+        columns = transposed(logits_SV, token_S, options.vocab_S, jnp.bool_(wanted))
         jax.tree.map(np.testing.assert_array_equal, columns, rows)
 
 
@@ -195,8 +195,10 @@ def test_token_ids_that_a_row_does_not_have_are_never_drawn(options):
     n, vocab_S = 300, np.repeat([1, 7, 50], 100)
     logits_SV = np.zeros((n, 50), np.float32)
     logits_SV[:, 7:] = 30  # the rows that lack these tokens would draw nothing else
-    masked_SV = mask_jit(jnp.asarray(logits_SV), jnp.asarray(vocab_S))
-    tokens = np.asarray(sample_jit(masked_SV, sampling(n, positions=np.arange(n), **options)))
+    asked = dataclasses.replace(sampling(n, positions=np.arange(n), **options), vocab_S=jnp.asarray(vocab_S))
+    tokens = np.asarray(sample_jit(logits_SV, asked))
+    columns = jax.jit(functools.partial(sample, columns=True))(logits_SV, asked)
+    np.testing.assert_array_equal(columns, tokens)
     assert (tokens < vocab_S).all()
     assert (tokens[200:] >= 7).all()
     if not options:
@@ -209,8 +211,7 @@ def test_token_ids_that_a_row_does_not_have_do_not_count_in_logprobs():
     vocab_S, token_S = np.array([25, 10, 40]), np.array([24, 0, 39])
     for row, vocab in enumerate(vocab_S):
         logits_SV[row, vocab:] = 50
-    masked_SV = mask_jit(jnp.asarray(logits_SV), jnp.asarray(vocab_S))
-    values = [np.asarray(x) for x in logprobs_jit(masked_SV, token_S.astype(np.int32), jnp.bool_(True))]
+    values = [np.asarray(x) for x in logprobs_jit(logits_SV, token_S.astype(np.int32), vocab_S, jnp.bool_(True))]
     for row, vocab in enumerate(vocab_S):
         own, rank, top_ids, top = (x[row] for x in values)
         wanted = np.log(softmax(logits_SV[row, :vocab]))
@@ -237,7 +238,10 @@ def test_logprobs_equal_a_log_softmax(vocab):
     rng = np.random.default_rng(vocab)
     logits_SV = (3 * rng.standard_normal((5, vocab))).astype(np.float32)
     token_S = rng.integers(0, vocab, 5).astype(np.int32)
-    own, rank, top_ids, top = (np.asarray(x) for x in logprobs_jit(logits_SV, token_S, jnp.bool_(True)))
+    own, rank, top_ids, top = (
+        np.asarray(x)
+        for x in logprobs_jit(logits_SV, token_S, np.full(len(token_S), logits_SV.shape[1]), jnp.bool_(True))
+    )
     wanted = np.log(softmax(logits_SV))
     k = min(vocab, NUM_TOP)
     order = np.argsort(-wanted, -1)[:, :k]
@@ -250,6 +254,6 @@ def test_logprobs_equal_a_log_softmax(vocab):
 
 
 def test_unwanted_logprobs_are_skipped():
-    values = logprobs_jit(np.ones((3, 30), np.float32), np.zeros(3, np.int32), jnp.bool_(False))
+    values = logprobs_jit(np.ones((3, 30), np.float32), np.zeros(3, np.int32), np.full(3, 30), jnp.bool_(False))
     assert [x.shape for x in values] == [(3,), (3,), (3, NUM_TOP), (3, NUM_TOP)]
     assert all((np.asarray(x) == 0).all() for x in values)
