@@ -80,12 +80,13 @@ def finish(
     *,
     spec: LlamaSpec,
     max_rows: int,
+    turned: bool = False,
 ) -> StepOutput:
     """Last norm, head and sampling of the rows that sample; the tokens are padded to `max_rows`.
 
-    x may lie in either layout, StepOutput.hidden lies in that of spec.
+    x may be `turned`, that is lie in the layout that spec does not say; StepOutput.hidden lies in that of spec.
     """
-    if x.shape[spec.feature_axis] != spec.config.hidden_size:
+    if turned:
         x = x.T
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
@@ -268,10 +269,13 @@ class Programs:
 
     def _finish(self, shape: BatchShape, extended: bool, edits: tuple[SamplingEdits, ...] = ()) -> Any:
         tokens, width = shape.num_tokens, self.spec.config.hidden_size
-        x = np.zeros((width, tokens) if self._step_spec(shape).features_first else (tokens, width), np.float32)
+        features_first = self._step_spec(shape).features_first
+        x = np.zeros((width, tokens) if features_first else (tokens, width), np.float32)
+        turned = features_first != self.spec.features_first
         batch = self._batch(shape, self._max_rank_rows if extended else 0, extended)
         specs = (self._specs["top"], P(), P(), self._vocab_specs(extended), *(P() for _ in edits))
-        fn = self._jit(functools.partial(finish, spec=self.spec, max_rows=self._max_rows), specs, P())
+        fn = functools.partial(finish, spec=self.spec, max_rows=self._max_rows, turned=turned)
+        fn = self._jit(fn, specs, P())
         return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch), *edits)
 
     def _insert(self, rows: int, modules: tuple[str, ...]) -> Any:

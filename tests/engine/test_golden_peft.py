@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from multilora_jax.engine import programs
 from multilora_jax.request import LoRARequest
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_engine, run_all
 
@@ -30,7 +31,18 @@ class Loras:
 
 @pytest.mark.parametrize("base", BASES)
 def test_cases_and_mixes_of_a_base_in_one_batch(golden_tiny, base):
-    engine = make_engine(golden_tiny / "bases" / base, max_extra_vocab=8)
+    check_all(golden_tiny / "bases" / base)
+
+
+def test_steps_of_many_tokens_in_the_other_layout(golden_tiny, monkeypatch):
+    """Some of these have as many tokens as the model has features, so that no shape tells the layouts apart."""
+    monkeypatch.setattr(programs, "TOKENS_FIRST_FROM", 16)
+    check_all(golden_tiny / "bases" / "tied", max_num_seqs=16, max_num_batched_tokens=48)
+
+
+def check_all(folder, **config):
+    """Serves the cases and mixes of a base in one batch."""
+    base, engine = folder.name, make_engine(folder, max_extra_vocab=8, **config)
     recorder, loras = LogitsRecorder(engine), Loras()
     jobs, wanted = [], []
     for kind in ("cases", "mixes"):
