@@ -90,9 +90,12 @@ def finish(
         x = x.T
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
-    columns = spec.features_first and edits is None
-    token_S = sample(logits_SV if edits is None else edit_logits(logits_SV, edits), sampling, columns=columns)
-    wanted = jnp.any(sampling.num_logprobs_S >= 0)
+    columns, wanted = spec.features_first, jnp.any(sampling.num_logprobs_S >= 0)
+    if edits is None:
+        token_S = sample(logits_SV, sampling, columns=columns)
+    else:
+        token_S = sample(edit_logits(logits_SV, edits), sampling)
+    # The same with and without edits, to the last bit: a row must not see whether its neighbours have any.
     logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, columns=columns)
     return StepOutput(jnp.pad(token_S, (0, max_rows - len(token_S))), *logprobs, hidden)
 
