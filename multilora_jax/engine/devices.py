@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
+from pallas_kernels.segmented_lora.xla_blocks import BLOCKS_FROM
 
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 """Pool size where no size is configured and the device does not say how much memory it has."""
@@ -75,6 +76,11 @@ def attention_groups() -> tuple[int, int]:
     """LlamaSpec.attention_groups: a few rows at a time on a CPU, where rows of one group wait for its longest and more
     at a time gain nothing; all at a time on accelerators, which are not filled by less."""
     return (16, 4) if jax.default_backend() == "cpu" else (1 << 30, 1 << 30)
+
+
+def blocks_from(dtype: str) -> int:
+    """LlamaSpec.blocks_from."""
+    return BLOCKS_FROM if features_first(dtype) else 0
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -43,7 +43,7 @@ from multilora_jax.models.edits import edit_logits
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
 from multilora_jax.models.loader import param_specs
-from multilora_jax.models.rows import LAYER_ROWS_SPEC, attention_rows, insert_rows, make_rows, unit_columns
+from multilora_jax.models.rows import attention_rows, insert_rows, layer_rows_spec, make_rows, unit_columns
 from multilora_jax.models.sampler import StepOutput, sample, token_logprobs
 
 MAX_CPU_GROUP = 4
@@ -258,7 +258,7 @@ class Programs:
         # Without the pool: what adapters do to the embedding changes no shape.
         x, inputs, *_ = self.abstract(jax.eval_shape(fn, *arguments[:-1], None))
         row_buffers = list(map(strip, self._row_buffers(rows))) if rows else [None] * n
-        row_specs = [strip(LAYER_ROWS_SPEC) if rows else None] * n
+        row_specs = [strip(layer_rows_spec(self.spec, rows)) if rows else None] * n
         fn = self._jit(
             functools.partial(run_layers, spec=spec),
             (self._specs["layers"][:n], row_specs, POOL_SPEC, P(), P(), P()),
@@ -282,7 +282,7 @@ class Programs:
         return fn.lower(self._params["top"], self.abstract(x), batch.sampling, vocab_inputs(self._pool, batch), *edits)
 
     def _insert(self, rows: int, modules: tuple[str, ...]) -> Any:
-        specs, g = [LAYER_ROWS_SPEC] * self.group, self.spec.geometry
+        specs, g = [layer_rows_spec(self.spec, rows)] * self.group, self.spec.geometry
         fn = self._jit(
             functools.partial(insert_rows, self.spec, modules=modules),
             (specs, POOL_SPEC, P(), P(), P()),
@@ -293,7 +293,7 @@ class Programs:
         return fn.lower(self._row_buffers(rows), self._pool, *self.abstract((units_LCU, np.int32(0), np.int32(0))))
 
     def _rows(self, rows: int) -> Any:
-        shardings = self._shardings([LAYER_ROWS_SPEC] * self.group)
+        shardings = self._shardings([layer_rows_spec(self.spec, rows)] * self.group)
         return jax.jit(functools.partial(make_rows, self.spec, rows, self.group), out_shardings=shardings).lower()
 
     def _write_page(self) -> Any:
@@ -317,7 +317,7 @@ class Programs:
     def _row_buffers(self, rows: int) -> list[LayerRows]:
         """Those of one group of layers, described."""
         shapes = jax.eval_shape(functools.partial(make_rows, self.spec, rows, self.group))
-        shardings = self._shardings([LAYER_ROWS_SPEC] * self.group)
+        shardings = self._shardings([layer_rows_spec(self.spec, rows)] * self.group)
         return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
 
     def _shardings(self, specs: Any) -> Any:

@@ -72,6 +72,7 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         "model" if tp > 1 else None,
         config.quantization,
         devices.attention_groups(),
+        devices.blocks_from(dtype),
     )
     model = load_llama(
         spec, max_model_len, mesh, checkpoint, seed=config.seed,

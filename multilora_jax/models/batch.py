@@ -15,13 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.segmented_lora import BlockUsers
+
 
 @jax.tree_util.register_dataclass
 @dataclass
 class LayerRows:
     """Active rank rows of one layer, copied out of the pool when the set of active adapters changes.
 
-    A is kept as rows `[M, R, in]`, the M modules that share an input together; B as `[out, R]`. Besides the rows of A
+    A is kept as rows `[M, R, in]`, the M modules that share an input together; B as `[out, R]`. Where there are many
+    rows on a CPU they lie in N blocks of K instead: A as `[N, in, M * K]`, B as `[N, K, out]`. Besides the rows of A
     and B an adapter may own a row with its biases, one with its gains and one with its norm deltas (the input norm's
     in `b_o`, the other's in `b_down`): the tables in LoRARows say which row is which. Steps whose adapters all leave
     the MLP alone run without its rows.
@@ -193,6 +196,7 @@ class LayerInputs:
     sin_TH2: jax.Array  # float32[T, H/2]
     mix_RT: jax.Array | None  # float32[R, T], factor of token t on the adapter that owns rank row r
     prompt_rows: PromptRows | None  # of the prefill blocks
+    users: BlockUsers | None  # of the decode rows, where rank rows lie in blocks
     scale_LMR: jax.Array | None  # float32[L, 7, R]
     const_LMR: jax.Array | None  # float32[L, 7, R]
     gain_LMR: jax.Array | None  # float32[L, 7, R]

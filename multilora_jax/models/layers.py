@@ -32,6 +32,7 @@ class LlamaSpec:
         axis_name: mesh axis of tensor parallelism when run inside shard_map, None on one device.
         quantization: "int8" where the weights of products are QuantWeights, else None.
         attention_groups: decode rows and prefill blocks that attention takes at a time, see paged_attention.
+        blocks_from: rank rows from which on their buffers lie in blocks, see lora_deltas_of_blocks; 0: never.
     """
 
     config: ModelConfig
@@ -41,6 +42,7 @@ class LlamaSpec:
     axis_name: str | None = None
     quantization: str | None = None
     attention_groups: tuple[int, int] = (16, 4)
+    blocks_from: int = 0
 
     @property
     def dtype(self) -> Any:

@@ -29,7 +29,9 @@ from multilora_jax.models.layers import (
 )
 from multilora_jax.models.projections import LayerDeltas, column_parallel, norm_weight, row_parallel
 from multilora_jax.models.quantised import QuantWeight, take_rows
+from multilora_jax.models.rows import lies_in_blocks
 from multilora_jax.models.vocab_rows import embedding_deltas, final_norm_deltas, head_deltas
+from pallas_kernels.segmented_lora import BlockUsers
 
 _F32 = jnp.float32
 
@@ -135,11 +137,13 @@ def begin(
     if vocab is not None:
         mix_TX = rows_to_tokens(vocab.mix_SX, vocab.row_P, len(batch.token_ids_T))
         embedded_TD = embedding_deltas(spec, vocab.pool, vocab.tables, embedded_TD, batch.token_ids_T, mix_TX)
-    lora, mix_RT = batch.lora, None
+    lora, mix_RT, users = batch.lora, None, None
     if lora is not None and batch.mix_SX is not None:
         mix_SR = jnp.take(batch.mix_SX, jnp.maximum(lora.owner_R, 0), axis=1, mode="clip")
         mix_SR = jnp.where(lora.owner_R >= 0, mix_SR, 0.0)
         mix_RT = rows_to_tokens(mix_SR, batch.row_P, len(batch.token_ids_T)).T
+        if lies_in_blocks(spec, len(lora.owner_R)):
+            users = BlockUsers.of(mix_RT[:, : len(batch.token_ids_T) - len(batch.row_P)])
     extra = lora and lora.extra
     inputs = LayerInputs(
         positions_T=batch.positions_T,
@@ -153,6 +157,7 @@ def begin(
         sin_TH2=top["sin"][batch.positions_T],
         mix_RT=mix_RT,
         prompt_rows=batch.prompt_rows,
+        users=users,
         scale_LMR=lora and lora.scale_LMR,
         const_LMR=lora and lora.const_LMR,
         gain_LMR=extra and extra.gain_LMR,

@@ -21,7 +21,13 @@ from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.batch import LayerInputs, LayerRows, PromptRows
 from multilora_jax.models.layers import LlamaSpec, along_features, linear
 from multilora_jax.models.rows import PLACES
-from pallas_kernels.segmented_lora import lora_deltas_of_rows, lora_expand, lora_shrink
+from pallas_kernels.segmented_lora import (
+    BlockUsers,
+    lora_deltas_of_blocks,
+    lora_deltas_of_rows,
+    lora_expand,
+    lora_shrink,
+)
 
 _F32 = jnp.float32
 
@@ -37,6 +43,7 @@ class LayerDeltas:
     gain_MR: jax.Array | None  # float32[7, R]
     norm_2R: jax.Array | None  # float32[2, R]
     prompt_rows: PromptRows | None
+    users: BlockUsers | None
     num_decodes: int
 
     @classmethod
@@ -49,7 +56,7 @@ class LayerDeltas:
         num_decodes = len(inputs.positions_T) - len(inputs.row_P)
         return cls(
             rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.prompt_rows,
-            num_decodes,
+            inputs.users, num_decodes,
         )  # fmt: skip
 
     def touches(self, module: str) -> bool:
@@ -64,20 +71,23 @@ class LayerDeltas:
         scale_MR, const_MR = self.scale_MR[part], self.const_MR[part]
         layout: Any = {"features_first": spec.features_first, "axis_name": spec.axis_name}
 
-        def dense(x: jax.Array, mix_RT: jax.Array) -> list[jax.Array]:
+        b_MOR = [getattr(self.rows, PLACES[module][2]) for module in modules]
+
+        def whole(x: jax.Array, mix_RT: jax.Array) -> list[jax.Array]:
+            if self.users is not None:
+                return lora_deltas_of_blocks(x, a_MRI, b_MOR, scale_MR, const_MR, self.users, **layout)
             s = lora_shrink(x, a_MRI, scale_MR, mix_RT, const_MR, **layout)
             return [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
 
         if self.prompt_rows is None:
-            return dense(x, self.mix_RT)
-        b_MOR = [getattr(self.rows, PLACES[module][2]) for module in modules]
+            return whole(x, self.mix_RT)
         owned, axis = self.prompt_rows, 1 - spec.feature_axis
         decodes, prefills = jnp.split(x, [self.num_decodes], axis)
         mix_RB, mix_RP = jnp.split(self.mix_RT, [self.num_decodes], 1)
         few = lora_deltas_of_rows(
             prefills, a_MRI, b_MOR, scale_MR, mix_RP, const_MR, owned.row_C, owned.num_rows, **layout
         )
-        pairs = zip(dense(decodes, mix_RB), few, strict=True)
+        pairs = zip(whole(decodes, mix_RB), few, strict=True)
         return [jnp.concatenate(pair, axis) for pair in pairs]
 
     def expand(self, spec: LlamaSpec, s: jax.Array, module: str) -> jax.Array:

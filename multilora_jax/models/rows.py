@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from multilora_jax.memory.geometry import MODULES, PoolGeometry
 from multilora_jax.models.batch import LayerRows
 from multilora_jax.models.layers import LlamaSpec
+from pallas_kernels.segmented_lora.xla_blocks import BLOCK_ROWS, is_blocked
 
 PLACES = {
     "q_proj": ("a_qkv", 0, "b_q"),
@@ -24,13 +25,25 @@ PLACES = {
 }
 """Where a module's rows lie: A's buffer and its place in it, B's buffer."""
 
-# `Any`: a tree of PartitionSpecs has the structure of LayerRows, not its leaves.
-_SPECS: dict[str, Any] = {
-    field.name: P(None, None, "model") if field.name.startswith("a_") else P("model", None)
-    for field in dataclasses.fields(LayerRows)
-}
-LAYER_ROWS_SPEC = LayerRows(**_SPECS)
-"""Every rank row is split along its long dimension."""
+
+def _specs(a: P, b: P) -> LayerRows:
+    # `Any`: a tree of PartitionSpecs has the structure of LayerRows, not its leaves.
+    specs: dict[str, Any] = {f.name: a if f.name.startswith("a_") else b for f in dataclasses.fields(LayerRows)}
+    return LayerRows(**specs)
+
+
+_ROWS_SPEC = _specs(P(None, None, "model"), P("model", None))
+_BLOCKED_SPEC = _specs(P(None, "model"), P(None, None, "model"))
+
+
+def lies_in_blocks(spec: LlamaSpec, num_rows: int) -> bool:
+    """Whether buffers of so many rows lie in blocks, see `pallas_kernels.segmented_lora.xla_blocks`."""
+    return 0 < spec.blocks_from <= num_rows
+
+
+def layer_rows_spec(spec: LlamaSpec, num_rows: int) -> LayerRows:
+    """How buffers of R rows are sharded: every rank row is split along its long dimension."""
+    return _BLOCKED_SPEC if lies_in_blocks(spec, num_rows) else _ROWS_SPEC
 
 
 def attention_rows(rows: LayerRows) -> LayerRows:
@@ -40,7 +53,7 @@ def attention_rows(rows: LayerRows) -> LayerRows:
 
 def make_rows(spec: LlamaSpec, num_rows: int, num_layers: int) -> list[LayerRows]:
     """Buffers of R rank rows for some layers, zeros, whole (all shards)."""
-    g = spec.geometry
+    g, blocked, num_blocks = spec.geometry, lies_in_blocks(spec, num_rows), num_rows // BLOCK_ROWS
 
     def layer() -> LayerRows:
         arrays: dict[str, jax.Array] = {}
@@ -48,8 +61,10 @@ def make_rows(spec: LlamaSpec, num_rows: int, num_layers: int) -> list[LayerRows
             in_dim, out_dim = g.module_dims(module)
             if place == 0:
                 members = sum(other == a for other, _, _ in PLACES.values())
-                arrays[a] = jnp.zeros((members, num_rows, in_dim), spec.dtype)
-            arrays[b] = jnp.zeros((out_dim, num_rows), spec.dtype)
+                shape = (num_blocks, in_dim, members * BLOCK_ROWS) if blocked else (members, num_rows, in_dim)
+                arrays[a] = jnp.zeros(shape, spec.dtype)
+            shape = (num_blocks, BLOCK_ROWS, out_dim) if blocked else (out_dim, num_rows)
+            arrays[b] = jnp.zeros(shape, spec.dtype)
         return LayerRows(**arrays)
 
     return [layer() for _ in range(num_layers)]
@@ -75,7 +90,8 @@ def insert_rows(
     *,
     modules: tuple[str, ...] = MODULES,
 ) -> list[LayerRows]:
-    """Copies C rank rows to the buffer rows from `start` on. DONATES layers when jitted so.
+    """Copies C rank rows to the buffer rows from `start` on; of blocks C is BLOCK_ROWS and start the first row of one.
+    DONATES layers when jitted so.
 
     Args:
         layers: row buffers of some of the model's layers.
@@ -103,6 +119,12 @@ def insert_rows(
         for module in modules:
             a, place, b = PLACES[module]
             a_NCI, b_NCO = gathered[module]
+            if is_blocked(arrays[b]):
+                block = start // BLOCK_ROWS
+                a_1IC, b_1CO = a_NCI[index].T[None], b_NCO[index][None]
+                arrays[a] = jax.lax.dynamic_update_slice(arrays[a], a_1IC, (block, 0, place * BLOCK_ROWS))
+                arrays[b] = jax.lax.dynamic_update_slice(arrays[b], b_1CO, (block, 0, 0))
+                continue
             arrays[a] = jax.lax.dynamic_update_slice(arrays[a], a_NCI[index][None], (place, start, 0))
             arrays[b] = jax.lax.dynamic_update_slice(arrays[b], b_NCO[index].T, (0, start))
         result.append(LayerRows(**arrays))

@@ -45,7 +45,7 @@ def test_pool_parameters_and_rank_rows_are_split(seen):
     facts = seen["tied"]
     assert (facts["pool_shards"], facts["pool_devices"]) == ([[2, 512, 512]], 2)  # of [2, 512, 1024]
     assert facts["embed_shards"] == [[256, 64]]  # of 256 tokens and room for 256 more
-    assert facts["a_qkv_shards"] == [[3, 256, 32]]  # of [3, 256, 64]
+    assert facts["a_qkv_shards"] == [[32, 32, 24]]  # blocks of 8 rows, of [32, 64, 24]
 
 
 def test_every_shard_holds_its_slice_of_an_adapter_s_pages(seen):
