@@ -26,7 +26,7 @@ from multilora_jax.models.rows import attention_rows, unit_columns
 
 PagesOf = Callable[[Adapter], list[int]]
 
-STAGE_SHARE = 0.1
+STAGE_SHARE = 0.125
 """Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
 
 _KEEP = 0.9  # of the moving average of a step's time
