@@ -1,8 +1,8 @@
 """The engine's configuration: one frozen dataclass, read strictly from YAML, keyword arguments or flags.
 
 Each key carries its own description (`describe_keys` returns them; `--help` of every command prints them). An
-unknown key, a value of the wrong type, a value out of range and a key whose feature does not exist yet are all
-refused by name; nothing is ignored and nothing is converted silently.
+unknown key, a value of the wrong type and a value out of range are all refused by name; nothing is ignored and
+nothing is converted silently.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
+from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_values import (
     check_range,
-    default_of,
     is_hub_id,
     is_inline_template,
     key_info,
@@ -37,8 +37,8 @@ class EngineConfig:
     `describe_keys()` gives each key's meaning, unit and range.
 
     Raises:
-        ConfigError: `param` names the key; `reason` is `unknown_key`, `missing_key`, `bad_type`, `bad_value`,
-            `conflicting_keys` or `not_supported_yet`.
+        ConfigError: `param` names the key; `reason` is `unknown_key`, `missing_key`, `bad_type`, `bad_value` or
+            `conflicting_keys`.
     """
 
     # What is served
@@ -176,10 +176,23 @@ class EngineConfig:
         default=None,
         metadata=key_info("Plan and launch each step before the one before is read; by default on accelerators only."),
     )
-    scheduler_policy: Literal["fcfs", "fair"] = field(
-        default="fcfs",
-        metadata=key_info("fcfs: first come, first served.", default_only=True),
-    )
+
+    # Who is served when
+    scheduling_policy: PolicyName = field(default="fcfs", metadata=SCHEDULING["scheduling_policy"])
+    first_token_objective_s: float | None = field(default=None, metadata=SCHEDULING["first_token_objective_s"])
+    max_overtakes: int = field(default=64, metadata=SCHEDULING["max_overtakes"])
+    max_overtake_s: float | None = field(default=None, metadata=SCHEDULING["max_overtake_s"])
+    cluster_adapters: int = field(default=8, metadata=SCHEDULING["cluster_adapters"])
+    fair_by: Literal["adapter", "tenant"] = field(default="adapter", metadata=SCHEDULING["fair_by"])
+    fair_weights: dict[str, float] = field(default_factory=dict, metadata=SCHEDULING["fair_weights"])
+    fair_output_cost: float = field(default=2.0, metadata=SCHEDULING["fair_output_cost"])
+    max_seqs_per_adapter: int | None = field(default=None, metadata=SCHEDULING["max_seqs_per_adapter"])
+    adapter_requests_per_s: float | None = field(default=None, metadata=SCHEDULING["adapter_requests_per_s"])
+    adapter_request_burst: int = field(default=8, metadata=SCHEDULING["adapter_request_burst"])
+    max_queued_requests: int | None = field(default=None, metadata=SCHEDULING["max_queued_requests"])
+    target_step_ms: float | None = field(default=None, metadata=SCHEDULING["target_step_ms"])
+
+    # Start
     warm_up: bool = field(
         default=True, metadata=key_info("Compile every batch shape before the first request, not during it.")
     )
@@ -208,7 +221,7 @@ class EngineConfig:
         hints = _hints()
         for f in fields(self):
             value = typed_value(f.name, hints[f.name], getattr(self, f.name))
-            check_range(f.name, value, f.metadata, default_of(f))
+            check_range(f.name, value, f.metadata)
             object.__setattr__(self, f.name, value)
         check_together(self)
 

@@ -28,11 +28,9 @@ def key_info(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
-    default_only: bool = False,
 ) -> dict[str, Any]:
-    """Metadata of one key: its description, its range (`above` is an open lower end), and whether only its default
-    is served so far."""
-    return {"doc": doc, "low": low, "high": high, "above": above, "default_only": default_only}
+    """Metadata of one key: its description and its range (`above` is an open lower end)."""
+    return {"doc": doc, "low": low, "high": high, "above": above}
 
 
 def default_of(f: Field[Any]) -> Any:
@@ -64,7 +62,7 @@ def typed_value(name: str, hint: Any, value: Any) -> Any:
     Args:
         name: the key.
         hint: its resolved annotation: str, int, float, bool, a Literal of strings, `tuple[str, ...]`,
-            `dict[str, str]`, or one of these or None.
+            `dict[str, str]`, `dict[str, float]`, or one of these or None.
 
     Raises:
         ConfigError: reason `bad_type` or `bad_value`.
@@ -83,7 +81,7 @@ def typed_value(name: str, hint: Any, value: Any) -> Any:
     if origin is tuple:
         return _strings(name, value)
     if origin is dict:
-        return _adapter_paths(name, value)
+        return _adapter_paths(name, value) if args[1] is str else _numbers(name, value)
     if hint is str:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not value.strip():
@@ -102,16 +100,12 @@ def typed_value(name: str, hint: Any, value: Any) -> Any:
     return float(value)
 
 
-def check_range(name: str, value: Any, metadata: Mapping[str, Any], default: Any) -> None:
-    """Refuses a value outside the key's range, or a value whose feature does not exist yet.
+def check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    """Refuses a value outside the key's range.
 
     Args:
-        metadata: `low`, `high` and `above` (an open lower end), each a number or None; `default_only`.
-        default: the one value served under `default_only`.
+        metadata: `low`, `high` and `above` (an open lower end), each a number or None.
     """
-    if metadata["default_only"] and value != default:
-        shown = "leave it out" if default is None else f"leave it at {_plain(default)}"
-        raise _bad(name, f"{_plain(value)} is not supported yet: {shown}", reason="not_supported_yet")
     if value is None:
         return
     low, high, above = metadata["low"], metadata["high"], metadata["above"]
@@ -199,11 +193,6 @@ def _bad(name: str, what: str, reason: str = "bad_type") -> ConfigError:
     return ConfigError(f"{name} {what}", reason=reason, param=name)
 
 
-def _plain(value: Any) -> str:
-    """A value as YAML writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _quotes_hint(value: Any) -> str:
     written = isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?|true|false", value, re.IGNORECASE)
     return " (a string: write plain digits, true or false without quotes)" if written else ""
@@ -237,6 +226,25 @@ def _adapter_paths(name: str, value: Any) -> dict[str, str]:
             raise _bad(name, f"the adapter name {adapter!r} is given twice", reason="bad_value")
         out[adapter] = path
     return out
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """Name to number, from a mapping or a list of "name=number"."""
+    if isinstance(value, list | tuple) and all(isinstance(item, str) and "=" in item for item in value):
+        pairs = [item.rsplit("=", 1) for item in value]
+        try:
+            value = {key.strip(): float(number) for key, number in pairs}
+        except ValueError:
+            raise _bad(name, f"entries are name=number, got {value!r}") from None
+        if len(value) < len(pairs):
+            raise _bad(name, "names an entry twice", reason="bad_value")
+    if not isinstance(value, Mapping):
+        raise _bad(name, f"must be a mapping of name to number or a list of name=number, got {value!r}")
+    for key, number in value.items():
+        if not isinstance(key, str) or not key.strip():
+            raise _bad(name, f"the name {key!r} must be a non-empty string: put it in quotes")
+        typed_value(f"{name}: the value of {key!r}", float, number)
+    return {key: float(number) for key, number in value.items()}
 
 
 def _adapter_pair(name: str, item: Any) -> tuple[Any, Any]:

@@ -18,6 +18,8 @@ class UserError(MultiLoRAError, ValueError):
 
     status = 400
     type = "BadRequestError"
+    retry_after_s: int | None = None
+    """Seconds after which the same request may succeed, where that is known."""
 
     def __init__(self, message: str, *, reason: str = "bad_request", param: str | None = None):
         super().__init__(message)
@@ -53,3 +55,22 @@ class UnavailableError(UserError):
 
     status = 503
     type = "ServiceUnavailableError"
+
+
+class RateLimitError(UserError):
+    """More was asked for than may be: the queue is full, or an adapter's rate is exceeded."""
+
+    status = 429
+    type = "RateLimitError"
+
+    def __init__(self, message: str, *, reason: str = "rate_limited", param: str | None = None, retry_after_s: int = 1):
+        super().__init__(message, reason=reason, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(UnavailableError):
+    """A request was given up while it waited, because others leave no time for it."""
+
+    def __init__(self, message: str, *, reason: str = "overloaded", param: str | None = None, retry_after_s: int = 1):
+        super().__init__(message, reason=reason, param=param)
+        self.retry_after_s = retry_after_s

@@ -117,6 +117,7 @@ class Sequence:
         page_ids: its KV pages in order, owned by the KV manager.
         sampling_state: what it asks to change in its logits (engine.sampling_state.SamplingState); None for nothing.
             Its next step needs the last token on the host.
+        tenant: whom its use is counted for; empty for its adapters'.
         lookup: makes proposals for its next tokens (engine.prompt_lookup.PromptLookup); None for none.
         num_in_flight: tokens sampled by launched steps that are not in `token_ids` yet.
         sampled_row: row of the last launched step that sampled for it.
@@ -145,6 +146,7 @@ class Sequence:
     stop_reason: int | str | None = None
     sampling_state: Any = None
     lookup: Any = None
+    tenant: str = ""
     num_in_flight: int = 0
     sampled_row: int = 0
     first_scheduled_time: float | None = None

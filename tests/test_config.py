@@ -119,18 +119,6 @@ class TestKeys:
         assert (error.reason, error.param) == ("bad_value", key)
         assert words in error.message
 
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("scheduler_policy", "fair"),
-        ],
-    )
-    def test_keys_without_their_feature_are_refused(self, key, value):
-        error = refusal({"model": "m", key: value})
-        assert (error.reason, error.param) == ("not_supported_yet", key)
-        assert key in error.message
-        assert "not supported yet: leave it" in error.message
-
 
 class TestTogether:
     @pytest.mark.parametrize("keys", [POOL_SIZE_KEYS[:2], POOL_SIZE_KEYS[1:], POOL_SIZE_KEYS])

@@ -18,6 +18,7 @@ from multilora_jax.engine.interrupts import defer_interrupts
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.output import RequestState
+from multilora_jax.engine.policies import PolicyConfig, make_policy
 from multilora_jax.engine.sampling_plans import SamplingPlans
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.start import load_model
@@ -62,7 +63,8 @@ class LLMEngine:
         )
         kv = KVManager(self.allocator, self.geometry, self.cache)
         self.prefix = kv.prefix
-        self.scheduler = Scheduler(parts.scheduling, self.allocator, kv, self.cache)
+        policy = make_policy(PolicyConfig.of(config))
+        self.scheduler = Scheduler(parts.scheduling, self.allocator, kv, self.cache, policy)
         self._fanout = Fanout(kv, self.geometry.page_tokens, caches=config.enable_prefix_caching)
         # Guards the host's books: an unload from another thread must not meet a step that is being planned.
         self._books = threading.Lock()
@@ -290,9 +292,10 @@ class LLMEngine:
         return failed
 
     def _fail_sequences(self) -> list[RequestOutput]:
-        """Ends the requests whose adapter could not be read again."""
+        """Ends the requests whose adapter could not be read again, and those that the policy gives up."""
         outputs = []
-        for seq, error in self.adapters.failed_sequences():
+        failed = dict(self.adapters.failed_sequences()) | dict(self.scheduler.given_up())
+        for seq, error in failed.items():
             state = self._requests.pop(seq.request_id)
             self.scheduler.finish(seq, FinishReason.ERROR)
             self.adapters.leave(seq)

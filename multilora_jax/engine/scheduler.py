@@ -27,21 +27,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits, Obstacle
+from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits
+from multilora_jax.engine.entrance import Entrance
 from multilora_jax.engine.kv_manager import KVManager
+from multilora_jax.engine.policies.base import Entry, Load, Policy
 from multilora_jax.engine.prompt_lookup import add_proposals
 from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
-from multilora_jax.engine.waiting import Entry, WaitingQueue
+from multilora_jax.engine.waiting import WaitingQueue
 from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.residency import CacheableAdapter
 from multilora_jax.memory.allocator import PageAllocator, PoolIntegrityError
 from multilora_jax.request import FinishReason, Sequence, SequenceStatus
-
-_SPARE_PAGES_PER_SEQUENCE = 1  # kept free at an admission for each sequence that runs already
 
 
 class Scheduler:
@@ -54,6 +54,8 @@ class Scheduler:
     Args:
         config: the budgets.
         allocator, kv, cache: the pool's books, shared with nobody else.
+        policy: orders the waiting and gives up some; first come, first served by default.
+        clock: seconds that all times count in.
 
     Attributes:
         num_preemptions: sequences that had to start again.
@@ -63,7 +65,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, allocator: PageAllocator, kv: KVManager, cache: AdapterCache[Any]
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        kv: KVManager,
+        cache: AdapterCache[Any],
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.num_preemptions = 0
@@ -72,12 +80,20 @@ class Scheduler:
         self._kv = kv
         self._cache = cache
         self._live: dict[str, Entry] = {}
-        self._waiting = WaitingQueue()
         self._running: dict[str, Entry] = {}  # in order of admission
         self.active = ActiveAdapters(config, cache)
+        self._policy, self._clock = policy or Policy(), clock
+        self._load = Load(config.max_num_seqs, users=self.active.users)
+        self._waiting = WaitingQueue(self._policy, self._load)
+        self._entrance = Entrance(
+            config, self._policy, self._load, self._waiting, self._running, self.active, kv, cache
+        )
         self._next_order = 0
-        self._stalled: Entry | None = None  # could not get its adapters in, and nobody behind it could run
-        self.waits_for_loads, self.was_idle = False, True
+        self.was_idle = True
+
+    @property
+    def waits_for_loads(self) -> bool:
+        return self._entrance.waits_for_loads
 
     @property
     def num_waiting(self) -> int:
@@ -106,13 +122,20 @@ class Scheduler:
         """The first `limit` waiting sequences, or all, in order; the queue must not change meanwhile."""
         return self._waiting.sequences(limit)
 
+    def given_up(self) -> list[tuple[Sequence, UserError]]:
+        """Waiting sequences that the policy gives up, and why; ask before each step, and `finish` them."""
+        if not self._policy.gives_up or not self._waiting:
+            return []
+        self._take_stock()
+        return self._waiting.given_up()
+
     def could_run(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could start now, beside the running ones, if its adapters were there."""
         needed = sum(adapter.num_pages for adapter in seq.adapters if not self._cache.is_resident(adapter))
         return (
             self.num_free_seats > 0
             and self.active.has_room_for(seq.adapters)
-            and needed + self._pages_to_start(seq) <= self._cache.pages_available(beside=seq.adapters)
+            and needed + self._entrance.pages_to_start(seq) <= self._cache.pages_available(beside=seq.adapters)
         )
 
     def pages_outstanding(self, seq: Sequence) -> int:
@@ -127,7 +150,7 @@ class Scheduler:
     def may_displace(self, seq: Sequence) -> bool:
         """Whether a waiting sequence's adapters may take the place of idle ones that later sequences want."""
         entry = self._live[seq.request_id]
-        return entry is self._stalled or entry.overtakes >= self.config.max_overtakes
+        return entry is self._entrance.stalled or entry.overtakes >= self.config.max_overtakes
 
     def check_adapter(self, adapter: CacheableAdapter) -> None:
         """Raise AdapterError if no step could ever hold the adapter."""
@@ -158,6 +181,7 @@ class Scheduler:
         self._live[seq.request_id] = entry
         for adapter in seq.adapters:
             self._cache.claim(adapter)
+        self._policy.joined(entry, self._take_stock())
         self._waiting.add(entry, leader)
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -180,6 +204,7 @@ class Scheduler:
             self._stop_running(entry)
         else:
             self._waiting.remove(entry)
+        self._policy.left(entry, self._load)
         del self._live[seq.request_id]
         for adapter in seq.adapters:
             self._cache.unclaim(adapter)
@@ -196,17 +221,19 @@ class Scheduler:
         """
         self.was_idle = not self._running
         step = ScheduledStep(after_idle=self.was_idle)
-        stalled, self._stalled = self._stalled, None
+        entrance = self._entrance
+        stalled, entrance.stalled = entrance.stalled, None
         self._waiting.release()
-        self.waits_for_loads = False
+        entrance.waits_for_loads = False
         budget = PrefillBudget.of(self.config)
         self._schedule_running(step, budget)
         # A preemption says that pages are short: whoever were admitted now would be the next to lose them.
+        load = self._take_stock()
         if self._waiting and not step.preempted:
-            self._admit(step, budget)
+            entrance.admit(step, budget, load.free_seats)
         if not step.decodes and not step.prefills:
             # One that stalls may displace others: unless it gets its way before the next call, pages are lost.
-            done = self._stalled is None or self._stalled is stalled
+            done = entrance.stalled is None or entrance.stalled is stalled
             if self._live and done and not self.waits_for_loads and not self._num_ending():
                 raise PoolIntegrityError(
                     f"{len(self._waiting)} waiting sequences and nothing to run; {self._allocator.num_free} free and "
@@ -217,7 +244,16 @@ class Scheduler:
         used = {adapter for seq in step.decodes for adapter in seq.adapters}
         used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
         step.adapters = [adapter for adapter in self.active.users if adapter in used]
+        self._policy.planned(step, load)
         return step
+
+    def _take_stock(self) -> Load:
+        """What the policy is to know now; the order of the queue may have changed with it."""
+        load = self._load
+        load.now, load.num_running, load.num_waiting = self._clock(), len(self._running), len(self._waiting)
+        load.free_seats = self.num_free_seats
+        self._waiting.changed()
+        return load
 
     def check_integrity(self) -> None:
         """Prove the allocator's equation and that every page belongs to one running sequence or resident adapter.
@@ -271,76 +307,10 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, step: ScheduledStep, budget: PrefillBudget) -> None:
-        """Rule 2."""
-        config, waiting = self.config, self._waiting.items
-        obstacles: dict[tuple[Any, ...], Obstacle] = {}  # admissions only take room, so they stay
-        overtaken: list[tuple[Entry, int]] = []  # with the admissions made before it was passed over
-        protect: tuple[Any, ...] = ()  # adapters of the oldest sequence that was passed over
-        absent: Entry | None = None
-        passed = admitted = 0
-        limit = self.num_free_seats
-        max_overtakes, coming = config.max_overtakes, Obstacle.COMING
-        short_of_kv = False
-        while passed < len(waiting) and passed < config.max_scan and budget.chunk(1) and admitted < limit:
-            entry = waiting[passed][1]
-            adapters = entry.seq.adapters
-            obstacle = obstacles.get(adapters)
-            if obstacle is None and adapters:
-                obstacle = self.active.obstacle(adapters)
-                if obstacle is not None:
-                    obstacles[adapters] = obstacle
-            if obstacle is not None:
-                protect = protect if passed else adapters
-                if absent is None and obstacle is Obstacle.ABSENT:
-                    absent = entry
-                if obstacle is not coming:
-                    overtaken.append((entry, admitted))
-                    left = admitted + max_overtakes - entry.overtakes
-                    limit = left if left < limit else limit
-                passed += 1
-                continue
-            if self._pages_to_start(entry.seq) > self._cache.pages_available(beside=adapters + protect):
-                short_of_kv = True
-                break
-            del waiting[passed]
-            admitted += 1
-            self._kv.attach(entry.seq)
-            pending = entry.seq.num_pending_tokens
-            num_tokens = budget.chunk(pending)
-            self._start_running(entry, num_tokens, protect)
-            if pending == 1:
-                step.decodes.append(entry.seq)
-            else:
-                step.prefills.append((entry.seq, num_tokens))
-                budget.take(num_tokens)
-        for entry, before in overtaken:
-            entry.overtakes += admitted - before
-        found = obstacles.values()
-        self.waits_for_loads = coming in found or Obstacle.COMING_AGAIN in found
-        # Whoever is short of KV gets it when a running sequence ends: as long as one runs there is no hurry.
-        if not admitted and not self.waits_for_loads and not (short_of_kv and self._running):
-            self._stalled = absent
-
-    def _pages_to_start(self, seq: Sequence) -> int:
-        """Pages that must be available to admit the sequence, its adapters' not counted."""
-        return self._kv.pages_to_start(seq) + _SPARE_PAGES_PER_SEQUENCE * len(self._running)
-
-    def _start_running(self, entry: Entry, num_tokens: int, protect: tuple[Any, ...]) -> None:
-        seq = entry.seq
-        acquired = [self._cache.acquire(adapter) for adapter in seq.adapters]
-        if not all(acquired) or not self._kv.allocate_for(seq, num_tokens, protect):
-            raise PoolIntegrityError(f"request {seq.request_id!r} was found to fit but did not")
-        self.active.add(seq.adapters)
-        self._running[seq.request_id] = entry
-        entry.running = True
-        seq.status = SequenceStatus.RUNNING
-        if seq.first_scheduled_time is None:
-            seq.first_scheduled_time = time.monotonic()
-
     def _stop_running(self, entry: Entry) -> None:
         seq = entry.seq
         self._kv.free(seq)
+        self._waiting.changed()
         del self._running[seq.request_id]
         entry.running = False
         self.active.remove(seq.adapters)

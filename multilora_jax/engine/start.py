@@ -85,6 +85,8 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         prefill_block=config.prefill_block,
         max_rank_rows=config.max_rank_rows,
         max_loras=config.max_loras,
+        max_overtakes=config.max_overtakes,
+        max_overtake_s=config.max_overtake_s,
     )
     runner = ModelRunner(
         model,

@@ -23,6 +23,7 @@ class SchedulerConfig:
         max_loras: most distinct adapters; None for as many as their rows allow. The base model needs no slot.
         max_overtakes: admissions that may pass one waiting request before it blocks the queue; those that pass it
             while it only waits for a load in flight do not count.
+        max_overtake_s: seconds after its first overtaking at which it blocks the queue too; None for no such bound.
         max_scan: waiting requests that one step passes over before it stops looking.
     """
 
@@ -33,12 +34,14 @@ class SchedulerConfig:
     row_block: int = 8
     max_loras: int | None = None
     max_overtakes: int = 64
+    max_overtake_s: float | None = None
     max_scan: int = 256
 
     def __post_init__(self) -> None:
         least = {
             "max_num_seqs": 1, "prefill_block": 1, "max_num_batched_tokens": self.prefill_block, "row_block": 1,
-            "max_rank_rows": 0, "max_loras": 1, "max_overtakes": 0, "max_scan": 1,
+            "max_rank_rows": 0, "max_loras": 1, "max_overtakes": 0, "max_overtake_s": 0,
+            "max_scan": 1,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)

@@ -1,55 +1,50 @@
-"""The scheduler's notes on live sequences, and the order in which they wait (host only, no jax)."""
+"""The order in which live sequences wait (host only, no jax)."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceABC
 from itertools import islice
 
+from multilora_jax.engine.policies.base import Entry, Load, Policy
+from multilora_jax.errors import UserError
 from multilora_jax.request import Sequence, SequenceStatus
 
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """The scheduler's own notes on a live sequence.
-
-    Attributes:
-        order: of arrival.
-        running: whether it runs; else it waits.
-        overtakes: how many later ones passed it while it waited.
-        key: its place among the waiting.
-    """
-
-    seq: Sequence
-    order: int
-    running: bool = False
-    overtakes: int = 0
-    key: tuple[int, bool, int] = (0, False, 0)
+_LAST = 1 << 62  # behind every place
 
 
 class WaitingQueue:
-    """Waiting sequences by priority (lower first), preempted ones before fresh ones, then by arrival.
+    """Waiting sequences by priority (lower first), preempted ones before fresh ones, then as the policy has it.
 
     Beside them stand those that are held until a leader has computed the prompt that they share with it: they count,
     but nobody can start them and they hold up nobody.
 
-    Attributes:
-        items: (key, entry), sorted; keys are unique.
+    Args:
+        policy: orders the fresh ones of a priority; preempted ones are in the order of their arrival.
+        load: what the policy is told.
     """
 
-    def __init__(self) -> None:
-        self.items: list[tuple[tuple[int, bool, int], Entry]] = []
+    def __init__(self, policy: Policy, load: Load) -> None:
+        self._policy = policy
+        self._load = load
+        self._keys: list[tuple[int, bool, int]] = []  # unique
+        self._entries: list[Entry] = []  # in the order of their keys
         self._held: dict[Entry, Sequence] = {}
+        self._ordered: list[Entry] | None = None
 
     def __len__(self) -> int:
-        return len(self.items) + len(self._held)
+        return len(self._entries) + len(self._held)
 
     def push(self, entry: Entry, *, preempted: bool) -> None:
         """Add an entry; its sequence waits from now on."""
-        entry.key = (entry.seq.priority, not preempted, entry.order)
+        place = entry.order if preempted else self._policy.place(entry)
+        entry.key = (entry.seq.priority, not preempted, place)
         entry.seq.status = SequenceStatus.WAITING
-        bisect.insort(self.items, (entry.key, entry))
+        at = bisect.bisect_left(self._keys, entry.key)
+        self._keys.insert(at, entry.key)
+        self._entries.insert(at, entry)
+        self._ordered = None
 
     def add(self, entry: Entry, leader: Sequence | None) -> None:
         """Take a new entry; one with a leader is held until `release` finds that the leader's prompt is computed."""
@@ -69,8 +64,44 @@ class WaitingQueue:
         """Take out an entry, wherever it is."""
         if self._held.pop(entry, None) is not None:
             return
-        del self.items[bisect.bisect_left(self.items, (entry.key,))]
+        at = bisect.bisect_left(self._keys, entry.key)
+        del self._keys[at], self._entries[at]
+        self._ordered = None
+
+    def changed(self) -> None:
+        """The load has changed, so that the policy is asked for the order again."""
+        self._ordered = None
+
+    def in_order(self) -> SequenceABC[Entry]:
+        """All entries but the held ones, first first; valid until the queue changes."""
+        if self._policy.is_static:
+            return self._entries
+        if self._ordered is None:
+            self._ordered = []
+            for entries in self._groups():
+                fresh = entries[0].key[1]
+                self._ordered += self._policy.order(entries, self._load) if fresh and len(entries) > 1 else entries
+        return self._ordered
+
+    def given_up(self) -> list[tuple[Sequence, UserError]]:
+        """The fresh ones that the policy gives up, and why; they stay until they are removed."""
+        given_up: list[tuple[Sequence, UserError]] = []
+        for entries in self._groups():
+            # The later continuations of a request end with its first.
+            firsts = [entry for entry in entries if not entry.seq.index]
+            if firsts and firsts[0].key[1]:
+                given_up += [(entry.seq, error) for entry, error in self._policy.give_up(firsts, self._load)]
+        return given_up
 
     def sequences(self, limit: int | None = None) -> Iterator[Sequence]:
         """The first `limit` sequences, all by default, in order; the queue must not change meanwhile."""
-        return (entry.seq for _, entry in islice(self.items, limit))
+        return (entry.seq for entry in islice(self.in_order(), limit))
+
+    def _groups(self) -> Iterator[list[Entry]]:
+        """The entries of each priority, the preempted and the fresh ones apart."""
+        start = 0
+        while start < len(self._keys):
+            priority, fresh, _ = self._keys[start]
+            end = bisect.bisect_left(self._keys, (priority, fresh, _LAST), start)
+            yield self._entries[start:end]
+            start = end

@@ -30,7 +30,9 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
 def error_response(error: BaseException) -> JSONResponse:
     """The error as an HTTP answer."""
     status, body = error_body(error)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if isinstance(error, UserError) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
     return JSONResponse(body, status_code=status, headers=headers)
 
 
