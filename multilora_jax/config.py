@@ -186,10 +186,12 @@ class EngineConfig:
     fair_by: Literal["adapter", "tenant"] = field(default="adapter", metadata=SCHEDULING["fair_by"])
     fair_weights: dict[str, float] = field(default_factory=dict, metadata=SCHEDULING["fair_weights"])
     fair_output_cost: float = field(default=2.0, metadata=SCHEDULING["fair_output_cost"])
+    fair_spare_seats: int | None = field(default=None, metadata=SCHEDULING["fair_spare_seats"])
     max_seqs_per_adapter: int | None = field(default=None, metadata=SCHEDULING["max_seqs_per_adapter"])
     adapter_requests_per_s: float | None = field(default=None, metadata=SCHEDULING["adapter_requests_per_s"])
     adapter_request_burst: int = field(default=8, metadata=SCHEDULING["adapter_request_burst"])
     max_queued_requests: int | None = field(default=None, metadata=SCHEDULING["max_queued_requests"])
+    long_prefill_token_threshold: int | None = field(default=None, metadata=SCHEDULING["long_prefill_token_threshold"])
     target_step_ms: float | None = field(default=None, metadata=SCHEDULING["target_step_ms"])
 
     # Start

@@ -40,6 +40,11 @@ SCHEDULING: Mapping[str, dict[str, Any]] = {
         "fair: shares by name of adapter or tenant, as a mapping or a list of name=weight; 1 for those not named."
     ),
     "fair_output_cost": key_info("fair: what a generated token counts, in prompt tokens.", low=0),
+    "fair_spare_seats": key_info(
+        "fair: seats that adapters or tenants which have their share leave free, so that the next to come need not "
+        "wait for one; by default a sixteenth of max_num_seqs.",
+        low=0,
+    ),
     "max_seqs_per_adapter": key_info(
         "Most sequences of one adapter that run at once; others pass those that wait for it. No cap by default.", low=1
     ),
@@ -51,6 +56,10 @@ SCHEDULING: Mapping[str, dict[str, Any]] = {
         "Requests that may wait, beside those for whom a seat is free; further ones get 429 and Retry-After. No cap "
         "by default.",
         low=0,
+    ),
+    "long_prefill_token_threshold": key_info(
+        "Most tokens of one prompt in a step, so that others have room beside a long one; by default as many as fit.",
+        low=1,
     ),
     "target_step_ms": key_info(
         "Milliseconds that a step with decodes should take at most: prompts are cut into chunks that fit, by the "

@@ -7,6 +7,7 @@ from typing import Any
 from multilora_jax.engine.admission import ActiveAdapters, Obstacle
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.policies.base import Entry, Load, Policy
+from multilora_jax.engine.policies.gate import Gate
 from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
 from multilora_jax.engine.waiting import WaitingQueue
 from multilora_jax.lora.cache import AdapterCache
@@ -21,7 +22,7 @@ class Entrance:
 
     Args:
         config: budgets and the bounds of overtaking.
-        policy, load: who is told of admissions.
+        policy, gate, load: who is told of admissions.
         waiting, running, active: the queue, the running set in order of admission, and its adapters.
         kv, cache: the pool's books.
 
@@ -34,6 +35,7 @@ class Entrance:
         self,
         config: SchedulerConfig,
         policy: Policy,
+        gate: Gate,
         load: Load,
         waiting: WaitingQueue,
         running: dict[str, Entry],
@@ -43,6 +45,7 @@ class Entrance:
     ) -> None:
         self._config = config
         self._policy = policy
+        self._gate = gate
         self._load = load
         self._waiting = waiting
         self._running = running
@@ -131,3 +134,4 @@ class Entrance:
         self._policy.admitted(entry, self._load)
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = self._load.now
+            self._gate.started(self._load.now)

@@ -34,6 +34,8 @@ from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits
 from multilora_jax.engine.entrance import Entrance
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.policies.base import Entry, Load, Policy
+from multilora_jax.engine.policies.gate import Gate, Rate
+from multilora_jax.engine.policies.pacer import StepPacer
 from multilora_jax.engine.prompt_lookup import add_proposals
 from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
 from multilora_jax.engine.waiting import WaitingQueue
@@ -83,10 +85,14 @@ class Scheduler:
         self._running: dict[str, Entry] = {}  # in order of admission
         self.active = ActiveAdapters(config, cache)
         self._policy, self._clock = policy or Policy(), clock
-        self._load = Load(config.max_num_seqs, users=self.active.users)
-        self._waiting = WaitingQueue(self._policy, self._load)
+        self._load = Load(config.max_num_seqs, running=self._running, users=self.active.users)
+        self._waiting = WaitingQueue(self._policy, self._load, config.max_seqs_per_adapter)
+        rate = config.adapter_requests_per_s
+        self._gate = Gate(config.max_queued_requests, rate and Rate(rate, config.adapter_request_burst))
+        target, sizes = config.target_step_s, config.prompt_sizes or (config.max_num_batched_tokens,)
+        self._pacer = None if target is None else StepPacer(sizes, target)
         self._entrance = Entrance(
-            config, self._policy, self._load, self._waiting, self._running, self.active, kv, cache
+            config, self._policy, self._gate, self._load, self._waiting, self._running, self.active, kv, cache
         )
         self._next_order = 0
         self.was_idle = True
@@ -124,10 +130,15 @@ class Scheduler:
 
     def given_up(self) -> list[tuple[Sequence, UserError]]:
         """Waiting sequences that the policy gives up, and why; ask before each step, and `finish` them."""
-        if not self._policy.gives_up or not self._waiting:
+        if self._policy.is_static or not self._waiting:
             return []
         self._take_stock()
-        return self._waiting.given_up()
+        return self._waiting.given_up() if self._policy.gives_up else []
+
+    def saw_step(self, step: ScheduledStep, seconds: float) -> None:
+        """A step took so long, from its planning or from the end of the one before to its own."""
+        if self._pacer is not None and step.prefills:
+            self._pacer.saw(step.num_prompt_tokens, seconds)
 
     def could_run(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could start now, beside the running ones, if its adapters were there."""
@@ -169,6 +180,7 @@ class Scheduler:
         Raises:
             UserError: it could not run to its end even alone in the pool, or a live request has its id; nothing was
                 changed.
+            RateLimitError: the queue is full, or its adapters get too many requests; nothing was changed.
         """
         if seq.request_id in self._live:
             raise UserError(
@@ -176,12 +188,15 @@ class Scheduler:
                 reason="duplicate_request_id", param="request_id",
             )  # fmt: skip
         self._limits.check_fits(seq)
+        load = self._take_stock()
+        if leader is None:
+            self._gate.enter((adapter.name for adapter in seq.adapters), load.num_waiting, load.free_seats, load.now)
         entry = Entry(seq, self._next_order)
         self._next_order += 1
         self._live[seq.request_id] = entry
         for adapter in seq.adapters:
             self._cache.claim(adapter)
-        self._policy.joined(entry, self._take_stock())
+        self._policy.joined(entry, load)
         self._waiting.add(entry, leader)
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -225,7 +240,8 @@ class Scheduler:
         stalled, entrance.stalled = entrance.stalled, None
         self._waiting.release()
         entrance.waits_for_loads = False
-        budget = PrefillBudget.of(self.config)
+        paced = self._pacer is not None and any(e.seq.num_pending_tokens == 1 for e in self._running.values())
+        budget = PrefillBudget.of(self.config, self._pacer.size() if self._pacer and paced else None)
         self._schedule_running(step, budget)
         # A preemption says that pages are short: whoever were admitted now would be the next to lose them.
         load = self._take_stock()
@@ -250,7 +266,7 @@ class Scheduler:
     def _take_stock(self) -> Load:
         """What the policy is to know now; the order of the queue may have changed with it."""
         load = self._load
-        load.now, load.num_running, load.num_waiting = self._clock(), len(self._running), len(self._waiting)
+        load.now, load.num_waiting = self._clock(), len(self._waiting)
         load.free_seats = self.num_free_seats
         self._waiting.changed()
         return load

@@ -24,6 +24,13 @@ class SchedulerConfig:
         max_overtakes: admissions that may pass one waiting request before it blocks the queue; those that pass it
             while it only waits for a load in flight do not count.
         max_overtake_s: seconds after its first overtaking at which it blocks the queue too; None for no such bound.
+        max_seqs_per_adapter: most running sequences of one adapter; None for no cap.
+        max_queued_requests: sequences that may wait beside those for whom a seat is free; None for no bound.
+        adapter_requests_per_s: most requests a second of one adapter; None for no cap.
+        adapter_request_burst: requests that one adapter may get at once beside that.
+        target_step_s: seconds that a step with decodes should take at most; None for no target.
+        prompt_sizes: sizes in prompt tokens that steps with prompts are padded to, ascending; used with a target.
+        long_prefill_token_threshold: most tokens of one prompt in a step; None for all that fit.
         max_scan: waiting requests that one step passes over before it stops looking.
     """
 
@@ -35,13 +42,21 @@ class SchedulerConfig:
     max_loras: int | None = None
     max_overtakes: int = 64
     max_overtake_s: float | None = None
+    max_seqs_per_adapter: int | None = None
+    max_queued_requests: int | None = None
+    adapter_requests_per_s: float | None = None
+    adapter_request_burst: int = 8
+    target_step_s: float | None = None
+    prompt_sizes: tuple[int, ...] = ()
+    long_prefill_token_threshold: int | None = None
     max_scan: int = 256
 
     def __post_init__(self) -> None:
         least = {
             "max_num_seqs": 1, "prefill_block": 1, "max_num_batched_tokens": self.prefill_block, "row_block": 1,
             "max_rank_rows": 0, "max_loras": 1, "max_overtakes": 0, "max_overtake_s": 0,
-            "max_scan": 1,
+            "max_scan": 1, "max_seqs_per_adapter": 1, "max_queued_requests": 0, "adapter_request_burst": 1,
+            "long_prefill_token_threshold": 1,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
@@ -64,21 +79,24 @@ class PrefillBudget:
 
     Attributes:
         tokens: prompt tokens; blocks: prefill blocks; block: tokens of one.
+        longest: most tokens of one prompt.
     """
 
     tokens: int
     blocks: int
     block: int
+    longest: int
 
     @classmethod
-    def of(cls, config: SchedulerConfig) -> PrefillBudget:
-        """That of a whole step."""
+    def of(cls, config: SchedulerConfig, most: int | None = None) -> PrefillBudget:
+        """That of a whole step, or of one of at most so many prompt tokens."""
         tokens, block = config.max_num_batched_tokens, config.prefill_block
-        return cls(tokens, max_blocks(tokens, block), block)
+        tokens = tokens if most is None else min(most, tokens)
+        return cls(tokens, max_blocks(tokens, block), block, config.long_prefill_token_threshold or tokens)
 
     def chunk(self, num_pending: int) -> int:
         """As many of a sequence's pending tokens as fit."""
-        return min(num_pending, self.tokens, self.blocks * self.block)
+        return min(num_pending, self.tokens, self.blocks * self.block, self.longest)
 
     def take(self, num_tokens: int) -> None:
         """Uses up what a chunk needs."""
@@ -105,6 +123,11 @@ class ScheduledStep:
     adapters: list[Any] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     after_idle: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prefills."""
+        return sum(n for _, n in self.prefills)
 
     @property
     def num_decode_rows(self) -> int:

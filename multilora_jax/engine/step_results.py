@@ -110,6 +110,7 @@ class StepResults:
                 if state is not None:
                     self._append(state, plan.proposals.get(seq, []), tokens, row, logprobs, now)
                     outputs.append(state.output(now))
+            self._scheduler.saw_step(plan, seconds)
         self._stats.add_step(seconds)
         if not plan.prefills:
             self._runner.rows.saw_step(seconds)

@@ -21,11 +21,13 @@ class WaitingQueue:
     but nobody can start them and they hold up nobody.
 
     Args:
+        max_per_adapter: most running sequences of one adapter, None for no cap: those beyond it may not start.
         policy: orders the fresh ones of a priority; preempted ones are in the order of their arrival.
         load: what the policy is told.
     """
 
-    def __init__(self, policy: Policy, load: Load) -> None:
+    def __init__(self, policy: Policy, load: Load, max_per_adapter: int | None = None) -> None:
+        self._max_per_adapter = max_per_adapter
         self._policy = policy
         self._load = load
         self._keys: list[tuple[int, bool, int]] = []  # unique
@@ -73,15 +75,30 @@ class WaitingQueue:
         self._ordered = None
 
     def in_order(self) -> SequenceABC[Entry]:
-        """All entries but the held ones, first first; valid until the queue changes."""
-        if self._policy.is_static:
+        """The entries that may start, first first; valid until the queue changes."""
+        if self._policy.is_static and self._max_per_adapter is None:
             return self._entries
         if self._ordered is None:
-            self._ordered = []
-            for entries in self._groups():
-                fresh = entries[0].key[1]
-                self._ordered += self._policy.order(entries, self._load) if fresh and len(entries) > 1 else entries
+            ordered = self._entries
+            if not self._policy.is_static:
+                ordered = []
+                for entries in self._groups():
+                    ordered += self._policy.order(entries, self._load) if entries[0].key[1] else entries
+            self._ordered = self._within_cap(ordered)
         return self._ordered
+
+    def _within_cap(self, entries: list[Entry]) -> list[Entry]:
+        """Those that could start one after the other without an adapter getting more than its sequences."""
+        cap = self._max_per_adapter
+        if cap is None:
+            return entries
+        counts, within = dict(self._load.users), []
+        for entry in entries:
+            adapters = entry.seq.adapters
+            if all(counts.get(adapter, 0) < cap for adapter in adapters):
+                within.append(entry)
+                counts.update((adapter, counts.get(adapter, 0) + 1) for adapter in adapters)
+        return within
 
     def given_up(self) -> list[tuple[Sequence, UserError]]:
         """The fresh ones that the policy gives up, and why; they stay until they are removed."""
@@ -94,8 +111,11 @@ class WaitingQueue:
         return given_up
 
     def sequences(self, limit: int | None = None) -> Iterator[Sequence]:
-        """The first `limit` sequences, all by default, in order; the queue must not change meanwhile."""
-        return (entry.seq for entry in islice(self.in_order(), limit))
+        """The first `limit` sequences that may start, in order; by default all but the held ones.
+
+        The queue must not change meanwhile.
+        """
+        return (entry.seq for entry in (self._entries if limit is None else islice(self.in_order(), limit)))
 
     def _groups(self) -> Iterator[list[Entry]]:
         """The entries of each priority, the preempted and the fresh ones apart."""

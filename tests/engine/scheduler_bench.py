@@ -11,9 +11,11 @@ import numpy as np
 
 from multilora_jax.engine.fanout import Fanout
 from multilora_jax.engine.kv_manager import KVManager
+from multilora_jax.engine.policies import Policy
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
 from multilora_jax.engine.transfers import AdapterTransfers
+from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.memory.allocator import PageAllocator
 from multilora_jax.memory.geometry import PoolGeometry
@@ -67,6 +69,8 @@ class Bench:
     Attributes:
         memory: of each page, what was last written to each of its slots.
         finished: request ids in the order in which they ended.
+        now: the scheduler's time, which only the tests move.
+        given_up: (request id, error) of those that the policy gave up.
         written: of each adapter, which of its pages were last copied to which page ids.
     """
 
@@ -82,6 +86,7 @@ class Bench:
         max_reads: int = 16,
         delay: int = 0,
         caching: bool = False,
+        scheduling: Policy | None = None,
         **changes: Any,
     ):
         geometry = PoolGeometry(
@@ -91,7 +96,10 @@ class Bench:
         self.allocator = PageAllocator(num_pages)
         self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, policy=policy)
         self.kv = KVManager(self.allocator, geometry, self.cache)
-        self.scheduler = Scheduler(replace(CONFIG, **changes), self.allocator, self.kv, self.cache)
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            replace(CONFIG, **changes), self.allocator, self.kv, self.cache, scheduling, clock=lambda: self.now
+        )
         self.fanout = Fanout(self.kv, PAGE_TOKENS, caches=caching)
         self.memory: dict[int, dict[int, Any]] = {}
         self.source = FakeSource(delay)
@@ -101,6 +109,7 @@ class Bench:
             lookahead=lookahead, max_reads=max_reads,
         )  # fmt: skip
         self.finished: list[str] = []
+        self.given_up: list[tuple[str, UserError]] = []
         self.written: dict[FakeAdapter, dict[int, int]] = {}
         self.runs_ahead = False  # whether each step is launched before the one before is read
         self.in_flight: list[Sequence] = []  # for which a token is under way
@@ -126,12 +135,13 @@ class Bench:
         priority: int = 0,
         salt: str | None = None,
         n: int = 1,
+        tenant: str = "",
     ) -> list[Sequence]:
         """The same with everything that a request may ask for; the sequences of its continuations."""
         adapters = adapter if isinstance(adapter, tuple) else () if adapter is None else (adapter,)
         seq = Sequence(
             request_id, list(tokens), len(tokens), replace(PARAMS, n=n), adapters, (1.0,) * len(adapters),
-            priority=priority, max_total_tokens=len(tokens) + output,
+            priority=priority, max_total_tokens=len(tokens) + output, arrival_time=self.now, tenant=tenant,
         )  # fmt: skip
         sequences = self.fanout.sequences(seq, salt, self.scheduler._live)
         for one in sequences:
@@ -151,6 +161,9 @@ class Bench:
 
     def schedule(self) -> ScheduledStep | None:
         """Transfers and the plan of a step, which finds all its adapters written."""
+        for seq, error in self.scheduler.given_up():
+            self.scheduler.finish(seq, FinishReason.ERROR)
+            self.given_up.append((seq.request_id, error))
         self.source.tick()
         self.plan()
         self.scheduler.check_integrity()

@@ -31,6 +31,7 @@ class Entry:
         overtakes: how many later ones passed it while it waited.
         passed_since: when it was first passed over while others could have it their way; None if it never was.
         key: its place among the waiting.
+        party: whom it is served for: its tenant, or else its adapters by name; empty for the base.
     """
 
     seq: Sequence
@@ -39,11 +40,10 @@ class Entry:
     overtakes: int = 0
     passed_since: float | None = None
     key: tuple[int, bool, int] = (0, False, 0)
+    party: str = field(init=False)
 
-    @property
-    def party(self) -> str:
-        """Whom it is served for: its tenant, or else its adapters by name; empty for the base."""
-        return self.seq.tenant or "+".join(adapter.name for adapter in self.seq.adapters)
+    def __post_init__(self) -> None:
+        self.party = self.seq.tenant or "+".join([adapter.name for adapter in self.seq.adapters])
 
 
 @dataclass
@@ -53,14 +53,15 @@ class Load:
     Attributes:
         now: seconds on the scheduler's clock.
         max_num_seqs: most running sequences.
-        num_running: sequences that run; free_seats: that may start beside them.
+        running: sequences that run, by id, in the order of their admission.
+        free_seats: sequences that may start beside them.
         num_waiting: sequences that wait.
         users: of each adapter in the batch, how many running sequences use it.
     """
 
     max_num_seqs: int = 1
     now: float = 0.0
-    num_running: int = 0
+    running: Mapping[str, Entry] = field(default_factory=dict)
     free_seats: int = 0
     num_waiting: int = 0
     users: Mapping[Any, int] = field(default_factory=dict)
@@ -83,9 +84,10 @@ class Policy:
         return entry.order
 
     def order(self, entries: SequenceABC[Entry], load: Load) -> SequenceABC[Entry]:
-        """The same entries as they are to be offered to admission; asked for where the policy is not static.
+        """The entries as they are to be offered to admission; asked for where the policy is not static.
 
-        Asked several times a step, also for the forecast of adapters: it must not change the policy's state.
+        Asked several times a step, also for the forecast of adapters: it must not change the policy's state. What is
+        left out cannot start now; something must be running then.
 
         Args:
             entries: fresh waiting sequences of one priority, in the order of `place`.

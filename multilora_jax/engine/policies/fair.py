@@ -1,0 +1,122 @@
+"""Weighted fair shares by a virtual token counter (host only, no jax)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from typing import ClassVar
+
+from multilora_jax.engine.policies.base import Entry, Load, Policy
+from multilora_jax.engine.step_plan import ScheduledStep
+
+_MAX_IDLE = 1024  # parties without a waiting sequence whose counters are kept
+
+
+class Fair(Policy):
+    """VTC (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024), with weights.
+
+    Each party (adapter or tenant) has a counter of the tokens that it was served, divided by its weight: prompt tokens
+    when a sequence is admitted, as far as they have to be computed, and `output_cost` for each generated token. The
+    party with the lowest counter is next. One that comes back after a pause starts no lower than the lowest of those
+    that wait, so that nobody can save up.
+
+    Of the last `spare_seats` none goes to a party that has its share already, counted as if one more party of weight 1
+    were there: else whoever floods the batch fills it, and the next to come waits until a sequence ends.
+
+    Args:
+        weights: of parties by name, above 0; 1 for those not named.
+        output_cost: what a generated token counts, in prompt tokens.
+        spare_seats: see above; 0 for none.
+
+    Attributes:
+        counters: of the parties.
+    """
+
+    is_static: ClassVar[bool] = False
+
+    def __init__(self, weights: Mapping[str, float], output_cost: float = 2.0, spare_seats: int = 0) -> None:
+        self._weights = weights
+        self._output_cost = output_cost
+        self._spare_seats = spare_seats
+        self.counters: dict[str, float] = {}
+        self._queued: set[Entry] = set()
+        self._waiting: Counter[str] = Counter()  # how many of them each party has
+        self._last = 0.0  # counter of whoever was the last to wait
+
+    def order(self, entries: SequenceABC[Entry], load: Load) -> SequenceABC[Entry]:
+        """By counters, each charged with the prompts that stand before; those that must leave the last seats are not
+        among them."""
+        queues: dict[str, list[Entry]] = {}
+        for entry in entries:
+            queues.setdefault(entry.party, []).append(entry)
+        running = Counter(entry.party for entry in load.running.values())
+        most = self._shares({*queues, *running}, load) if self._spare_seats else {}
+        counters, free = self.counters.copy(), load.free_seats
+        heap = [(counters[party], running[party], queue[0].order, party, 0) for party, queue in queues.items()]
+        heapq.heapify(heap)
+        ordered: list[Entry] = []
+        while heap:
+            _, _, _, party, place = heap[0]
+            if free <= self._spare_seats and running[party] >= most.get(party, load.max_num_seqs):
+                heapq.heappop(heap)
+                continue
+            queue = queues[party]
+            entry = queue[place]
+            ordered.append(entry)
+            free -= 1
+            place += 1
+            if place == len(queue):
+                heapq.heappop(heap)
+                continue
+            running[party] += 1
+            counters[party] += self._cost_of_prompt(entry)
+            heapq.heapreplace(heap, (counters[party], running[party], queue[place].order, party, place))
+        return ordered
+
+    def joined(self, entry: Entry, load: Load) -> None:
+        party = entry.party
+        if not self._waiting[party]:
+            floor = min((self.counters[other] for other, n in self._waiting.items() if n), default=self._last)
+            self.counters[party] = max(self.counters.get(party, 0.0), floor)
+            if len(self.counters) > 2 * (_MAX_IDLE + len(self._queued)):
+                self._forget_the_idle()
+        self._waiting[party] += 1
+        self._queued.add(entry)
+
+    def admitted(self, entry: Entry, load: Load) -> None:
+        if entry in self._queued:  # not one that was preempted, which would pay twice
+            self.counters[entry.party] += self._cost_of_prompt(entry)
+            self._dequeue(entry)
+
+    def left(self, entry: Entry, load: Load) -> None:
+        if entry in self._queued:
+            self._dequeue(entry)
+
+    def planned(self, step: ScheduledStep, load: Load) -> None:
+        for seq in step.decodes:
+            party = load.running[seq.request_id].party
+            rows = 1 + len(step.proposals.get(seq, ()))
+            self.counters[party] += rows * self._output_cost / self._weights.get(party, 1.0)
+
+    def _cost_of_prompt(self, entry: Entry) -> float:
+        """And of the first token, which a prompt's last chunk brings."""
+        return (entry.seq.num_pending_tokens + self._output_cost) / self._weights.get(entry.party, 1.0)
+
+    def _dequeue(self, entry: Entry) -> None:
+        self._queued.remove(entry)
+        self._waiting[entry.party] -= 1
+        self._last = self.counters[entry.party]
+
+    def _shares(self, parties: set[str], load: Load) -> dict[str, float]:
+        """Seats that each party may hold before it has to leave the last ones, one at least."""
+        weights = {party: self._weights.get(party, 1.0) for party in parties}
+        total = 1.0 + sum(weights.values())
+        return {party: max(1.0, load.max_num_seqs * weight / total) for party, weight in weights.items()}
+
+    def _forget_the_idle(self) -> None:
+        """Drops the counters of parties without a waiting sequence, the highest excepted: a new one starts level."""
+        idle = sorted((c, party) for party, c in self.counters.items() if not self._waiting[party])
+        for _, party in idle[:-_MAX_IDLE]:
+            del self.counters[party], self._waiting[party]

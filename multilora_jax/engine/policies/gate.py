@@ -1,0 +1,97 @@
+"""Who is let into the queue at all: its bound, and the rate of each adapter (host only, no jax, no clock)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from multilora_jax.errors import RateLimitError
+
+_STARTS_KEPT = 64
+_MOST_S = 60
+"""Longest Retry-After: what holds now says little about later."""
+
+
+def retry_after(seconds: float) -> int:
+    """Whole seconds for Retry-After: 1 to 60."""
+    return max(1, min(_MOST_S, math.ceil(seconds)))
+
+
+class Rate:
+    """A token bucket for each name.
+
+    Args:
+        per_s: tokens that come in a second.
+        burst: most that a bucket holds.
+    """
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._full_at: dict[str, float] = {}  # when the bucket of a name will be full again; without one it is
+
+    def wait(self, name: str, now: float) -> float:
+        """Seconds until a token is there; 0 if one is."""
+        missing = max(0.0, self._full_at.get(name, now) - now) * self._per_s
+        return max(0.0, missing - (self._burst - 1)) / self._per_s
+
+    def take(self, name: str, now: float) -> None:
+        """Takes a token."""
+        self._full_at[name] = max(now, self._full_at.get(name, now)) + 1 / self._per_s
+        if len(self._full_at) > 1024 and len(self._full_at) & (len(self._full_at) - 1) == 0:
+            self._full_at = {name: time for name, time in self._full_at.items() if time > now}
+
+
+class Gate:
+    """Refuses requests beyond the queue's bound or their adapters' rate, and says when to come again.
+
+    Args:
+        max_queued: sequences that may wait for a seat; None for any number.
+        rate: of the requests of each adapter; None for any.
+    """
+
+    def __init__(self, max_queued: int | None, rate: Rate | None) -> None:
+        self._max_queued = max_queued
+        self._rate = rate
+        self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)
+
+    def started(self, now: float) -> None:
+        """A sequence left the queue to run."""
+        self._starts.append(now)
+
+    def enter(self, adapters: Iterable[str], num_waiting: int, free_seats: int, now: float) -> None:
+        """Lets a request in that is otherwise fine.
+
+        Args:
+            adapters: names of its adapters.
+            num_waiting: sequences that wait; free_seats: of which as many are about to run.
+
+        Raises:
+            RateLimitError: `queue_full` or `adapter_rate`.
+        """
+        if self._max_queued is not None and num_waiting >= self._max_queued + free_seats:
+            raise RateLimitError(
+                f"the queue is full: {num_waiting} requests wait and {self._max_queued} may (max_queued_requests): "
+                f"try again later",
+                reason="queue_full", param="max_queued_requests", retry_after_s=self._time_to_drain(num_waiting, now),
+            )  # fmt: skip
+        if self._rate is None:
+            return
+        names = list(adapters)
+        for name in names:
+            seconds = self._rate.wait(name, now)
+            if seconds > 0:
+                raise RateLimitError(
+                    f"adapter {name!r} gets more requests a second than it may (adapter_requests_per_s): try again "
+                    f"in {seconds:.2f} s",
+                    reason="adapter_rate", param="adapter_requests_per_s", retry_after_s=retry_after(seconds),
+                )  # fmt: skip
+        for name in names:
+            self._rate.take(name, now)
+
+    def _time_to_drain(self, num_waiting: int, now: float) -> int:
+        """By when all that wait now will have started, if it goes on as it went lately."""
+        if len(self._starts) < 2:
+            return 1
+        return retry_after(num_waiting * (now - self._starts[0]) / len(self._starts))
