@@ -9,6 +9,7 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.engine.policies.abort import Abort
 from multilora_jax.engine.policies.base import Lcfs, Policy
 from multilora_jax.engine.policies.cluster import Cluster
+from multilora_jax.engine.policies.deadline import Deadline
 from multilora_jax.engine.policies.fair import Fair
 from multilora_jax.errors import ConfigError
 
@@ -65,6 +66,7 @@ POLICIES: dict[str, Callable[[PolicyConfig], Policy]] = {
     "cluster": lambda config: Cluster(config.cluster_adapters, config.max_overtakes, config.max_overtake_s),
     "fair": lambda config: Fair(config.fair_weights, config.fair_output_cost, config.spare_seats),
     "abort": lambda config: Abort(config.objective_s),
+    "deadline": lambda config: Deadline(config.objective_s),
 }
 """Name to what makes the policy."""
 
