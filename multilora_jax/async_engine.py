@@ -75,6 +75,7 @@ class AsyncEngine(AdapterCalls):
         lora_request: Mix = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's cumulative outputs until it is finished; closing the generator early aborts it.
 
@@ -85,8 +86,9 @@ class AsyncEngine(AdapterCalls):
             UnavailableError: the engine is dead or shutting down.
         """
         stream = await self.submit(
-            prompt, sampling_params, request_id, lora_request=lora_request, priority=priority, cache_salt=cache_salt
-        )
+            prompt, sampling_params, request_id, lora_request=lora_request, priority=priority, cache_salt=cache_salt,
+            tenant=tenant,
+        )  # fmt: skip
         async with stream:
             async for output in stream:
                 yield output
@@ -100,6 +102,7 @@ class AsyncEngine(AdapterCalls):
         lora_request: Mix = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestStream:
         """Hand a request to the engine and return once it is admitted, so bad input is known before any output.
@@ -113,10 +116,12 @@ class AsyncEngine(AdapterCalls):
             lora_request: the adapter to answer with, or several as a weighted mix; None for the base model.
             priority: passed on to the scheduler.
             cache_salt: only requests of the same salt share cached prefixes.
+            tenant: see LLMEngine.add_request.
             arrival_time: time.monotonic() seconds that the request's times count from; now by default.
 
         Raises:
             UserError: bad input; no other request is affected.
+            RateLimitError: the queue is full, or its adapter gets more requests than it may.
             UnavailableError: the engine is dead or shutting down.
         """
         names = frozenset(request.lora_name for request in read_mix(lora_request))
@@ -136,7 +141,8 @@ class AsyncEngine(AdapterCalls):
             prompt = await self._tokenized(prompt, adapters)
             # Held until the request is queued: the engine thread must not wait for a compilation either.
             grammar = await self._compiled(sampling_params, adapters)
-            self._commands.put(lambda: self._add(stream, prompt, sampling_params, adapters, priority, cache_salt))
+            request = (prompt, sampling_params, adapters, priority, cache_salt, tenant, arrival)
+            self._commands.put(lambda: self._add(stream, *request))
             await stream.admitted
             del grammar
         except asyncio.CancelledError:

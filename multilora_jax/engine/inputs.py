@@ -121,6 +121,13 @@ class InputReader:
         return next(iter(salts.values()), None)
 
     @staticmethod
+    def check_tenant(tenant: Any) -> str:
+        """The name of a tenant, empty for None. Raises UserError for what is no string (`bad_tenant`)."""
+        if not isinstance(tenant, str | None):
+            raise UserError(f"tenant must be a string, not {tenant!r}", reason="bad_tenant", param="tenant")
+        return tenant or ""
+
+    @staticmethod
     def _split(prompt: Any) -> tuple[str | None, list[Any] | None]:
         text, ids = prompt, None
         if isinstance(prompt, dict):

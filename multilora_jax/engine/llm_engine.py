@@ -180,6 +180,8 @@ class LLMEngine:
         lora_request: Mix = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
+        arrival_time: float | None = None,
     ) -> None:
         """Queues a request.
 
@@ -190,9 +192,12 @@ class LLMEngine:
             lora_request: the adapter; a list of several, each with its scale, for their weighted sum; None: the base.
             priority: lower runs earlier.
             cache_salt: only requests of the same salt share cached prefixes.
+            tenant: whom its use counts for where shares are counted by tenant; by default its salt or its adapter.
+            arrival_time: time.monotonic() seconds that a first-token objective counts from; now by default.
 
         Raises:
             UserError: bad input, named; nothing was changed.
+            RateLimitError: the queue is full, or its adapter gets more requests than it may; nothing was changed.
         """
         self._check_alive()
         adapters, scales = self.adapters.resolve(lora_request)
@@ -200,6 +205,7 @@ class LLMEngine:
         text, token_ids = inputs.read_prompt(prompt)
         inputs.check_priority(priority)
         salt = inputs.read_salt(prompt, cache_salt)
+        tenant = inputs.check_tenant(tenant)
         params = inputs.check_params(params)
         plan, room = self.plans.plan(params, inputs), self.max_model_len - len(token_ids)
         seq = Sequence(
@@ -214,6 +220,8 @@ class LLMEngine:
             max_total_tokens=len(token_ids) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             priority=priority,
             seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed & (2**64 - 1),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            tenant=(tenant or salt or "") if self.config.fair_by == "tenant" else "",
         )
         with self._books:
             sequences = self._fanout.sequences(seq, salt, self._requests)
@@ -294,7 +302,9 @@ class LLMEngine:
     def _fail_sequences(self) -> list[RequestOutput]:
         """Ends the requests whose adapter could not be read again, and those that the policy gives up."""
         outputs = []
-        failed = dict(self.adapters.failed_sequences()) | dict(self.scheduler.given_up())
+        given_up = dict(self.scheduler.given_up())
+        self.scheduler.refused.update(error.reason for error in given_up.values())
+        failed = dict(self.adapters.failed_sequences()) | given_up
         for seq, error in failed.items():
             state = self._requests.pop(seq.request_id)
             self.scheduler.finish(seq, FinishReason.ERROR)

@@ -60,6 +60,7 @@ class EngineStats:
     host_adapter_bytes: int = 0
     host_evictions: int = 0
     num_preemptions: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     generation_tokens: int = 0
     proposed_tokens: int = 0
@@ -96,7 +97,7 @@ class EngineStats:
         kinds = (PageKind.KV, PageKind.ADAPTER, PageKind.CACHED)
         self.pages_kv, self.pages_adapter, self.pages_cached = map(allocator.count, kinds)
         self.prefix_queries, self.prefix_hits = prefix.queries, prefix.hits
-        self.num_preemptions = scheduler.num_preemptions
+        self.num_preemptions, self.refused = scheduler.num_preemptions, dict(scheduler.refused)
 
     @property
     def resident(self) -> list[tuple[str, int, bool]]:

@@ -61,6 +61,7 @@ class Scheduler:
 
     Attributes:
         num_preemptions: sequences that had to start again.
+        refused: by reason, requests that were not queued or, as its caller counts them, were given up.
         waits_for_loads: after `schedule` gave None though sequences are live: whether one waits for a load in flight.
             If not, there is nothing to wait for: the next AdapterTransfers.plan makes room for one.
         was_idle: no sequence ran when `schedule` was last called, so that nobody minds a long step.
@@ -90,6 +91,7 @@ class Scheduler:
         rate = config.adapter_requests_per_s
         self._gate = Gate(config.max_queued_requests, rate and Rate(rate, config.adapter_request_burst))
         target, sizes = config.target_step_s, config.prompt_sizes or (config.max_num_batched_tokens,)
+        self.refused = self._gate.refused
         self._pacer = None if target is None else StepPacer(sizes, target)
         self._entrance = Entrance(
             config, self._policy, self._gate, self._load, self._waiting, self._running, self.active, kv, cache

@@ -57,7 +57,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         submission = engine.submit(
             {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
             lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
-            arrival_time=arrival_time,
+            tenant=body.user, arrival_time=arrival_time,
         )  # fmt: skip
         return await submit_all([submission])
 

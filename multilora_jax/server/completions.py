@@ -89,7 +89,7 @@ async def _submit(
         engine.submit(
             {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, index),
             lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
-            arrival_time=arrival_time,
+            tenant=body.user, arrival_time=arrival_time,
         )
         for index, prompt in enumerate(prompts)
     )  # fmt: skip

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from multilora_jax.errors import UserError
 from multilora_jax.request import RequestOutput
-from multilora_jax.server.errors import error_body
+from multilora_jax.server.errors import error_body, error_response
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EventStream(Response):
 
     Args:
         events: JSON values, one event each. A last event [DONE] follows them; an error raised by them is sent as an
-            event of its own before it.
+            event of its own before it, or as an ordinary answer with its own status if there was no event yet.
         streams: closed when the answer ends for any reason, which aborts what is not finished.
     """
 
@@ -78,9 +78,12 @@ class EventStream(Response):
         self._events = events
         self._streams = list(streams)
 
+    async def _start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(scope, receive, send))
         except (ClientGone, OSError):
             pass
         finally:
@@ -88,16 +91,24 @@ class EventStream(Response):
             # A generator that was never entered runs no cleanup of its own.
             await close_all(self._streams)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
         try:
             async for event in self._events:
+                if not started:
+                    await self._start(send)
+                    started = True
                 await _send_event(send, event)
-        except UserError as error:
-            await _send_event(send, error_body(error)[1])
+        except OSError:
+            raise  # the client's end of the connection
         except Exception as error:
-            log.exception("a stream failed")
+            if not isinstance(error, UserError):
+                log.exception("a stream failed")
+            if not started:
+                return await error_response(error)(scope, receive, send)
             await _send_event(send, error_body(error)[1])
+        if not started:
+            await self._start(send)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 

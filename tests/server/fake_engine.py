@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from multilora_jax.config import EngineConfig
 from multilora_jax.detokenizer import IncrementalDetokenizer
 from multilora_jax.engine.metrics import EngineStats
+from multilora_jax.engine.policies.gate import Gate, Rate
 from multilora_jax.errors import UserError
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.request import (
@@ -105,11 +106,15 @@ class FakeEngine(FakeAdapters):
         self.requests: dict[str, _Request] = {}
         self.params_seen: list[SamplingParams] = []
         self.salts_seen: list[str | None] = []
+        self.tenants_seen: list[str | None] = []
+        rate = self.config.adapter_requests_per_s
+        self.gate_keeper = Gate(self.config.max_queued_requests, rate and Rate(rate, self.config.adapter_request_burst))
         self.counts = EngineStats()
 
     # ---- engine thread
 
-    def add_request(self, request_id, prompt, params, lora_request=None, priority=0, cache_salt=None):
+    def add_request(self, request_id, prompt, params, lora_request=None, priority=0, cache_salt=None, tenant=None,
+                    arrival_time=None):  # fmt: skip
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         adapters = self.adapters_of(lora_request)
@@ -126,9 +131,13 @@ class FakeEngine(FakeAdapters):
         text = tokenizer.decode(ids) if tokenizer else ""
         if text == "BUG":
             raise TypeError("a bug in add_request")
+        waiting = max(0, len(self.requests) - self.max_num_seqs)
+        free = max(0, self.max_num_seqs - len(self.requests))
+        self.gate_keeper.enter([adapter.name for adapter in adapters], waiting, free, time.monotonic())
         forced = self.script.get(text)
         self.params_seen.append(params)
         self.salts_seen.append(cache_salt)
+        self.tenants_seen.append(tenant)
         scales = [request.scale for request in asked if request is not None]
         self.requests[request_id] = _Request(request_id, ids, params, adapters, scales, forced, tokenizer)
         self.counts.prompt_tokens += len(ids)
@@ -159,6 +168,7 @@ class FakeEngine(FakeAdapters):
             pages_total=PAGES, pages_kv=kv, pages_free=PAGES - kv,
             prompt_tokens=self.counts.prompt_tokens, generation_tokens=self.counts.generation_tokens,
             steps=self.counts.steps, tiers=self.tiers(), registered_adapters=len(self.list_loras()),
+            refused=dict(self.gate_keeper.refused),
             host_adapters=len(self.host), host_adapter_bytes=self.host.bytes, host_evictions=self.host.evictions,
         )  # fmt: skip
 

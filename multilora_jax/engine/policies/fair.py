@@ -11,6 +11,7 @@ from typing import ClassVar
 from multilora_jax.engine.policies.base import Entry, Load, Policy
 from multilora_jax.engine.step_plan import ScheduledStep
 
+_MAX_OFFERED = 1024  # of those that wait: more than a step looks at
 _MAX_IDLE = 1024  # parties without a waiting sequence whose counters are kept
 
 
@@ -57,7 +58,7 @@ class Fair(Policy):
         heap = [(counters[party], running[party], queue[0].order, party, 0) for party, queue in queues.items()]
         heapq.heapify(heap)
         ordered: list[Entry] = []
-        while heap:
+        while heap and len(ordered) < _MAX_OFFERED:
             _, _, _, party, place = heap[0]
             if free <= self._spare_seats and running[party] >= most.get(party, load.max_num_seqs):
                 heapq.heappop(heap)

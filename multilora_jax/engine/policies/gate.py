@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from multilora_jax.errors import RateLimitError
@@ -49,11 +49,15 @@ class Gate:
     Args:
         max_queued: sequences that may wait for a seat; None for any number.
         rate: of the requests of each adapter; None for any.
+
+    Attributes:
+        refused: requests, by reason.
     """
 
     def __init__(self, max_queued: int | None, rate: Rate | None) -> None:
         self._max_queued = max_queued
         self._rate = rate
+        self.refused: Counter[str] = Counter()
         self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)
 
     def started(self, now: float) -> None:
@@ -71,6 +75,7 @@ class Gate:
             RateLimitError: `queue_full` or `adapter_rate`.
         """
         if self._max_queued is not None and num_waiting >= self._max_queued + free_seats:
+            self.refused["queue_full"] += 1
             raise RateLimitError(
                 f"the queue is full: {num_waiting} requests wait and {self._max_queued} may (max_queued_requests): "
                 f"try again later",
@@ -82,6 +87,7 @@ class Gate:
         for name in names:
             seconds = self._rate.wait(name, now)
             if seconds > 0:
+                self.refused["adapter_rate"] += 1
                 raise RateLimitError(
                     f"adapter {name!r} gets more requests a second than it may (adapter_requests_per_s): try again "
                     f"in {seconds:.2f} s",
