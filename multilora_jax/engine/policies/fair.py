@@ -60,7 +60,7 @@ class Fair(Policy):
         ordered: list[Entry] = []
         while heap and len(ordered) < _MAX_OFFERED:
             _, _, _, party, place = heap[0]
-            if free <= self._spare_seats and running[party] >= most.get(party, load.max_num_seqs):
+            if most and free <= self._spare_seats and running[party] >= most[party]:
                 heapq.heappop(heap)
                 continue
             queue = queues[party]

@@ -41,8 +41,9 @@ class StepPacer:
         self._steps += 1
         size = next((size for size in self._sizes if size >= num_tokens), self._sizes[-1])
         before = self._seconds.get(size, seconds)
-        after = before + (0.5 if seconds < before else 0.2) * (min(seconds, 2 * before) - before)
-        self._seconds[size], self._last_seen[size] = after, self._steps
+        weight = 1.0 if 4 * seconds < before else 0.5 if seconds < before else 0.2
+        self._seconds[size] = before + weight * (min(seconds, 2 * before) - before)
+        self._last_seen[size] = self._steps
 
     def _is_too_slow(self, size: int) -> bool:
         seconds = self._seconds.get(size)
