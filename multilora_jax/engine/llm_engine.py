@@ -303,7 +303,7 @@ class LLMEngine:
         """Ends the requests whose adapter could not be read again, and those that the policy gives up."""
         outputs = []
         given_up = dict(self.scheduler.given_up())
-        self.scheduler.refused.update(error.reason for error in given_up.values())
+        self.scheduler.refused.update(error.reason for seq, error in given_up.items() if not seq.index)
         failed = dict(self.adapters.failed_sequences()) | given_up
         for seq, error in failed.items():
             state = self._requests.pop(seq.request_id)

@@ -102,13 +102,14 @@ class WaitingQueue:
 
     def given_up(self) -> list[tuple[Sequence, UserError]]:
         """The fresh ones that the policy gives up, and why; they stay until they are removed."""
-        given_up: list[tuple[Sequence, UserError]] = []
+        errors: dict[Sequence, UserError] = {}
         for entries in self._groups():
-            # The later continuations of a request end with its first.
             firsts = [entry for entry in entries if not entry.seq.index]
             if firsts and firsts[0].key[1]:
-                given_up += [(entry.seq, error) for entry, error in self._policy.give_up(firsts, self._load)]
-        return given_up
+                errors.update((entry.seq, error) for entry, error in self._policy.give_up(firsts, self._load))
+        # The later continuations of a request end with its first, and never without it.
+        held = [(entry.seq, errors[leader]) for entry, leader in self._held.items() if leader in errors]
+        return [*errors.items(), *held]
 
     def sequences(self, limit: int | None = None) -> Iterator[Sequence]:
         """The first `limit` sequences that may start, in order; by default all but the held ones.
