@@ -135,6 +135,7 @@ class Scheduler:
         if self._policy.is_static or not self._waiting:
             return []
         self._take_stock()
+        self._waiting.changed()
         return self._waiting.given_up() if self._policy.gives_up else []
 
     def saw_step(self, step: ScheduledStep, seconds: float) -> None:
@@ -192,7 +193,8 @@ class Scheduler:
         self._limits.check_fits(seq)
         load = self._take_stock()
         if leader is None:
-            self._gate.enter((adapter.name for adapter in seq.adapters), load.num_waiting, load.free_seats, load.now)
+            names = (adapter.name for adapter in seq.adapters)
+            self._gate.enter(names, load.num_waiting, self.num_free_seats, load.now)
         entry = Entry(seq, self._next_order)
         self._next_order += 1
         self._live[seq.request_id] = entry
@@ -263,14 +265,15 @@ class Scheduler:
         used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
         step.adapters = [adapter for adapter in self.active.users if adapter in used]
         self._policy.planned(step, load)
+        self._waiting.changed()
         return step
 
     def _take_stock(self) -> Load:
-        """What the policy is to know now; the order of the queue may have changed with it."""
+        """What the policy is to know now."""
         load = self._load
         load.now, load.num_waiting = self._clock(), len(self._waiting)
-        load.free_seats = self.num_free_seats
-        self._waiting.changed()
+        if load.num_waiting:
+            load.free_seats = self.num_free_seats
         return load
 
     def check_integrity(self) -> None:

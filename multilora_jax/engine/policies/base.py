@@ -54,7 +54,7 @@ class Load:
         now: seconds on the scheduler's clock.
         max_num_seqs: most running sequences.
         running: sequences that run, by id, in the order of their admission.
-        free_seats: sequences that may start beside them.
+        free_seats: sequences that may start beside them; kept up to date while some wait.
         num_waiting: sequences that wait.
         users: of each adapter in the batch, how many running sequences use it.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from multilora_jax.engine.policies.base import Entry, Load, Policy
 
@@ -57,8 +57,13 @@ class Cluster(Policy):
         if len(users) < self._num_adapters or self._is_overdue(self._lines[entries[0].seq.priority], load.now):
             return entries
         inside, outside = list[Entry](), list[Entry]()
+        line_of: dict[tuple[Any, ...], list[Entry]] = {}
         for entry in entries:
-            (inside if all(adapter in users for adapter in entry.seq.adapters) else outside).append(entry)
+            adapters = entry.seq.adapters
+            line = line_of.get(adapters)
+            if line is None:
+                line = line_of[adapters] = inside if all(adapter in users for adapter in adapters) else outside
+            line.append(entry)
         return inside + outside
 
     def _is_overdue(self, line: _Line, now: float) -> bool:
