@@ -12,6 +12,10 @@ from multilora_jax.memory.prefix_cache import PrefixCache
 from multilora_jax.request import Sequence, SequenceStatus
 
 
+REFUSALS = ("queue_full", "adapter_rate", "first_token_objective")
+"""Reasons of the errors that a request gets when more is asked for than can be served."""
+
+
 @dataclass
 class EngineStats:
     """A snapshot of the engine between two steps. Counts are since start unless they say "now".

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from multilora_jax.engine.metrics import EngineStats
+from multilora_jax.engine.metrics import REFUSALS, EngineStats
 from multilora_jax.request import RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ServerMetrics:
         share = stats.pages_kv / stats.pages_total if stats.pages_total else 0.0
         yield gauge("vllm:kv_cache_usage_perc", "Share (0 to 1) of the pool's pages that hold KV in use.", ({}, share))
         yield counter("vllm:num_preemptions", "Sequences preempted for want of pages.", ({}, stats.num_preemptions))
-        refused = [({"reason": reason}, n) for reason, n in sorted(stats.refused.items())]
+        refused = [({"reason": reason}, stats.refused.get(reason, 0)) for reason in REFUSALS]
         yield counter("multilora:requests_refused", "Requests answered with 429 or given up, by reason.", *refused)
         yield counter("vllm:prompt_tokens", "Prompt tokens prefilled.", ({}, stats.prompt_tokens))
         yield counter("vllm:generation_tokens", "Tokens generated.", ({}, stats.generation_tokens))

@@ -96,7 +96,7 @@ class Bench:
         self.allocator = PageAllocator(num_pages)
         self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, policy=policy)
         self.kv = KVManager(self.allocator, geometry, self.cache)
-        self.now = 0.0
+        self.now, self.num_added = 0.0, 0
         self.scheduler = Scheduler(
             replace(CONFIG, **changes), self.allocator, self.kv, self.cache, scheduling, clock=lambda: self.now
         )
@@ -141,8 +141,10 @@ class Bench:
         adapters = adapter if isinstance(adapter, tuple) else () if adapter is None else (adapter,)
         seq = Sequence(
             request_id, list(tokens), len(tokens), replace(PARAMS, n=n), adapters, (1.0,) * len(adapters),
-            priority=priority, max_total_tokens=len(tokens) + output, arrival_time=self.now, tenant=tenant,
+            priority=priority, max_total_tokens=len(tokens) + output, tenant=tenant,
+            arrival_time=self.now + 1e-9 * self.num_added,
         )  # fmt: skip
+        self.num_added += 1
         sequences = self.fanout.sequences(seq, salt, self.scheduler._live)
         for one in sequences:
             self.scheduler.add(one, None if one is seq else seq)
