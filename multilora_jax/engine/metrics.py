@@ -11,7 +11,6 @@ from multilora_jax.memory.allocator import PageAllocator, PageKind
 from multilora_jax.memory.prefix_cache import PrefixCache
 from multilora_jax.request import Sequence, SequenceStatus
 
-
 REFUSALS = ("queue_full", "adapter_rate", "first_token_objective")
 """Reasons of the errors that a request gets when more is asked for than can be served."""
 
@@ -34,6 +33,7 @@ class EngineStats:
         host_adapters, host_adapter_bytes: adapters kept in host memory now, and the bytes of their pages.
         host_evictions: adapters removed from host memory to make room.
         num_preemptions: sequences put back in the queue because pages ran out.
+        refused: requests refused or given up because of the load, by reason (REFUSALS).
         prompt_tokens, generation_tokens: tokens prefilled and tokens generated.
         proposed_tokens, accepted_tokens: tokens guessed by prompt lookup, and those of them that the model chose.
         compilations: programs compiled after warm-up (0 in a healthy server).

@@ -5,9 +5,11 @@ The rules, in the order in which they are applied:
 1. Running sequences, in the order of their admission, each get one decode row or a prefill chunk. One that cannot get
    its pages preempts the newest running sequence, which may be itself but is never an older one; a preempted sequence
    gives up its pages and its adapters and is computed again later.
-2. Waiting sequences are then admitted by priority (lower first), preempted ones before fresh ones, then by arrival.
+2. Waiting sequences are then admitted by priority (lower first), preempted ones before fresh ones, then as the policy
+   has it (policies.base), by default by arrival; see Entrance.
    One whose adapters have no room in a step (rank rows, max_loras) or are not in the pool is passed over, so that
-   others run meanwhile, but at most `max_overtakes` times; then nothing behind it is admitted until it is. While
+   others run meanwhile, but at most `max_overtakes` times or for `max_overtake_s`; then nothing behind it is admitted
+   until it is. One whose adapter has as many running sequences as it may is not looked at. While
    its adapters are on their way it holds nobody up and passing it does not count, unless they came once already and
    were evicted before it ran. One that lacks only KV pages lets nobody pass, else small requests would starve large
    ones.
