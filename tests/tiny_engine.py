@@ -105,10 +105,12 @@ class LogitsRecorder:
             lora_request: Any = None,
             priority: int = 0,
             cache_salt: str | None = None,
+            tenant: str | None = None,
+            arrival_time: float | None = None,
         ) -> None:
             if cache_salt is None and not (isinstance(prompt, dict) and "cache_salt" in prompt):
                 cache_salt = f"recorded {next(salts)}"
-            add(request_id, prompt, params, lora_request, priority, cache_salt)
+            add(request_id, prompt, params, lora_request, priority, cache_salt, tenant, arrival_time)
 
         engine.add_request = add_salted
         spec, programs = runner.spec, runner.programs

@@ -57,7 +57,10 @@ class Entrance:
 
     def pages_to_start(self, seq: Sequence) -> int:
         """Pages that must be available to admit the sequence, its adapters' not counted."""
-        return self._kv.pages_to_start(seq) + _SPARE_PAGES_PER_SEQUENCE * len(self._running)
+        needed = self._kv.pages_to_start(seq) + _SPARE_PAGES_PER_SEQUENCE * len(self._running)
+        if self._config.long_prefill_token_threshold is not None:  # other prompts may be half done
+            needed += sum(max(0, self._kv.pages_outstanding(entry.seq) - 1) for entry in self._running.values())
+        return needed
 
     def admit(self, step: ScheduledStep, budget: PrefillBudget, limit: int) -> None:
         """Starts at most `limit` waiting sequences and puts them into the step."""

@@ -6,18 +6,18 @@ The rules, in the order in which they are applied:
    its pages preempts the newest running sequence, which may be itself but is never an older one; a preempted sequence
    gives up its pages and its adapters and is computed again later.
 2. Waiting sequences are then admitted by priority (lower first), preempted ones before fresh ones, then as the policy
-   has it (policies.base), by default by arrival; see Entrance.
-   One whose adapters have no room in a step (rank rows, max_loras) or are not in the pool is passed over, so that
-   others run meanwhile, but at most `max_overtakes` times or for `max_overtake_s`; then nothing behind it is admitted
-   until it is. One whose adapter has as many running sequences as it may is not looked at. While
-   its adapters are on their way it holds nobody up and passing it does not count, unless they came once already and
-   were evicted before it ran. One that lacks only KV pages lets nobody pass, else small requests would starve large
-   ones.
+   has it (policies.base), by default by arrival. One whose adapters have no room in a step (rank rows, max_loras) or
+   are not in the pool is passed over, so that others run meanwhile, but at most `max_overtakes` times or for
+   `max_overtake_s`; then nothing behind it is admitted until it is. While its adapters are on their way it holds
+   nobody up and passing it does not count, unless they came once already and were evicted before it ran. One that
+   lacks only KV pages lets nobody pass, else small requests would starve large ones. One whose adapter has as many
+   running sequences as it may (`max_seqs_per_adapter`) is not in the order until it could start.
 
 Admission checks the adapters of *all* running sequences against the budgets, so no step can exceed them. It
 allocates pages for the first chunk only, but asks that the whole prompt would fit with one page per running sequence
 to spare: else admission and preemption chase each other when the pool is nearly full. (Running prompts have theirs:
-while one lacks some, it uses up the step's prefill tokens and nothing is admitted.)
+while one lacks some, it uses up the step's prefill tokens and nothing is admitted, or where one prompt may not use
+all of them (`long_prefill_token_threshold`) what it lacks is kept back.)
 
 Nobody gets stuck. `add` refuses a request that would not fit alone beside the pinned adapters, and `check_pin` a pin
 that would take that back; so the oldest running sequence can preempt all others, evict their adapters and advance.
@@ -91,7 +91,8 @@ class Scheduler:
         self._load = Load(config.max_num_seqs, running=self._running, users=self.active.users)
         self._waiting = WaitingQueue(self._policy, self._load, config.max_seqs_per_adapter)
         rate = config.adapter_requests_per_s
-        self._gate = Gate(config.max_queued_requests, rate and Rate(rate, config.adapter_request_burst))
+        limit = None if rate is None else Rate(rate, config.adapter_request_burst)
+        self._gate = Gate(config.max_queued_requests, limit)
         target, sizes = config.target_step_s, config.prompt_sizes or (config.max_num_batched_tokens,)
         self.refused = self._gate.refused
         self._pacer = None if target is None else StepPacer(sizes, target)

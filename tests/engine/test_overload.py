@@ -67,7 +67,7 @@ def test_a_full_queue_refuses_and_changes_nothing():
         engine.add_request(str(i), "Hello", greedy(2))
     with pytest.raises(RateLimitError, match="17 requests wait and 1 may") as info:
         engine.add_request("more", "Hello", greedy(2))
-    assert info.value.retry_after_s >= 1
+    assert (info.value.retry_after_s or 0) >= 1
     assert len(drain(engine)) == 17
     engine.add_request("more", "Hello", greedy(2))
     assert drain(engine)["more"].error is None

@@ -108,7 +108,8 @@ class FakeEngine(FakeAdapters):
         self.salts_seen: list[str | None] = []
         self.tenants_seen: list[str | None] = []
         rate = self.config.adapter_requests_per_s
-        self.gate_keeper = Gate(self.config.max_queued_requests, rate and Rate(rate, self.config.adapter_request_burst))
+        limit = None if rate is None else Rate(rate, self.config.adapter_request_burst)
+        self.gate_keeper = Gate(self.config.max_queued_requests, limit)
         self.counts = EngineStats()
 
     # ---- engine thread
