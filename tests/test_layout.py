@@ -88,6 +88,7 @@ HOST = (
     "multilora_jax.engine.waiting",
     "multilora_jax.engine.transfers",
     "multilora_jax.engine.scheduler",
+    "multilora_jax.engine.simulation",
     "multilora_jax.engine.metrics",
     "multilora_jax.engine.rank_rows",
     "multilora_jax.engine.host_memory",
@@ -123,6 +124,13 @@ HOST = (
     "multilora_jax.bench.serve_report",
     "multilora_jax.bench.summary",
     "multilora_jax.bench.texts",
+    "multilora_jax.bench.trace_cases",
+    "multilora_jax.bench.trace_dummy",
+    "multilora_jax.bench.trace_load",
+    "multilora_jax.bench.trace_oracle",
+    "multilora_jax.bench.trace_panels",
+    "multilora_jax.bench.trace_report",
+    "multilora_jax.bench.trace_run",
     "multilora_jax.pool_map",
 )
 """Modules and packages that work, and are tested in milliseconds, without jax."""

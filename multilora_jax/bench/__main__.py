@@ -8,6 +8,7 @@ python -m multilora_jax.bench lookup --config FILE                              
 python -m multilora_jax.bench structured --config FILE                           answers that follow a JSON schema
 python -m multilora_jax.bench quality --config FILE                              smaller weights against float32
 python -m multilora_jax.bench latency --config FILE --batch-size 8               times of one batch, step by step
+python -m multilora_jax.bench trace --dummy --policy fcfs,abort --sweep rate=1,2,4   S-LoRA's workloads under load
 python -m multilora_jax.bench serve --base-url URL --request-rate 4              times and goodput of a server
 python -m multilora_jax.bench peers --config FILE                                beside transformers and PEFT
 python -m multilora_jax.bench plot REPORT.json OUT.png                           a picture of what --json wrote
@@ -18,11 +19,23 @@ from __future__ import annotations
 import logging
 
 from multilora_jax import flags
-from multilora_jax.bench import adapters, latency, lookup, peers, plot, prefix, quality, serve, structured, throughput
+from multilora_jax.bench import (
+    adapters,
+    latency,
+    lookup,
+    peers,
+    plot,
+    prefix,
+    quality,
+    serve,
+    structured,
+    throughput,
+    trace,
+)
 
 COMMANDS = {
     "throughput": throughput, "adapters": adapters, "prefix": prefix, "structured": structured, "quality": quality,
-    "latency": latency, "serve": serve, "peers": peers, "plot": plot, "lookup": lookup,
+    "latency": latency, "serve": serve, "peers": peers, "plot": plot, "lookup": lookup, "trace": trace,
 }  # fmt: skip
 
 if __name__ == "__main__":

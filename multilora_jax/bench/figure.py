@@ -12,6 +12,7 @@ from typing import Any
 from multilora_jax.bench.extras import require
 from multilora_jax.bench.feature_panels import FEATURE_PANELS
 from multilora_jax.bench.panels import LINE, Panel, Report, bars, has, legend, round_bars
+from multilora_jax.bench.trace_panels import TRACE_PANELS
 from multilora_jax.errors import ConfigError
 
 KINDS = (".png", ".svg", ".pdf", ".html")
@@ -259,4 +260,5 @@ _PANELS: dict[str, Sequence[Panel]] = {
         Panel(_peers("tokens_per_second", "new tokens per second", ".0f")),
         Panel(_peers("ratio_to_ours", "speed of this engine / speed of the other", ".2f", inverse=True)),
     ),
+    "trace": TRACE_PANELS,
 }

@@ -87,20 +87,27 @@ class Scheduler:
         self._live: dict[str, Entry] = {}
         self._running: dict[str, Entry] = {}  # in order of admission
         self.active = ActiveAdapters(config, cache)
-        self._policy, self._clock = policy or Policy(), clock
+        self._clock = clock
         self._load = Load(config.max_num_seqs, running=self._running, users=self.active.users)
-        self._waiting = WaitingQueue(self._policy, self._load, config.max_seqs_per_adapter)
         rate = config.adapter_requests_per_s
         limit = None if rate is None else Rate(rate, config.adapter_request_burst)
         self._gate = Gate(config.max_queued_requests, limit)
         target, sizes = config.target_step_s, config.prompt_sizes or (config.max_num_batched_tokens,)
         self.refused = self._gate.refused
         self._pacer = None if target is None else StepPacer(sizes, target)
-        self._entrance = Entrance(
-            config, self._policy, self._gate, self._load, self._waiting, self._running, self.active, kv, cache
-        )
         self._next_order = 0
         self.was_idle = True
+        self.use_policy(policy or Policy())
+
+    def use_policy(self, policy: Policy) -> None:
+        """Serve by another policy from now on; only while no sequence is live (else PoolIntegrityError)."""
+        if self._live:
+            raise PoolIntegrityError(f"{len(self._live)} sequences are live: the policy cannot change under them")
+        config, load, self._policy = self.config, self._load, policy
+        self._waiting = WaitingQueue(policy, load, config.max_seqs_per_adapter)
+        self._entrance = Entrance(
+            config, policy, self._gate, load, self._waiting, self._running, self.active, self._kv, self._cache
+        )
 
     @property
     def waits_for_loads(self) -> bool:

@@ -87,21 +87,6 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         max_model_len=max_model_len,
         max_rank_rows=config.max_rank_rows if config.enable_lora else 0,
     )
-    target = config.target_step_ms
-    scheduling = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_block=config.prefill_block,
-        max_rank_rows=config.max_rank_rows,
-        max_loras=config.max_loras,
-        max_overtakes=config.max_overtakes,
-        max_overtake_s=config.max_overtake_s,
-        max_seqs_per_adapter=config.max_seqs_per_adapter,
-        max_queued_requests=config.max_queued_requests,
-        adapter_requests_per_s=config.adapter_requests_per_s,
-        adapter_request_burst=config.adapter_request_burst,
-        target_step_s=None if target is None else target / 1000,
-        prompt_sizes=tuple(shape.num_prompt_tokens for shape in runner.shapes if shape.num_prompt_tokens),
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-    )
+    prompt_sizes = tuple(shape.num_prompt_tokens for shape in runner.shapes if shape.num_prompt_tokens)
+    scheduling = SchedulerConfig.of(config, prompt_sizes)
     return LoadedModel(model_config, geometry, tokenizer, max_model_len, scheduling, runner)

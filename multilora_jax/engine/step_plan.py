@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
 from multilora_jax.request import Sequence
 
@@ -62,6 +63,18 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}", reason=name, param=name)
+
+    @classmethod
+    def of(cls, config: EngineConfig, prompt_sizes: tuple[int, ...] = ()) -> SchedulerConfig:
+        """The budgets that a configuration asks for: keys of equal names, and its target in seconds.
+
+        Args:
+            config: the engine's.
+            prompt_sizes: see the attribute.
+        """
+        own = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)}
+        target = config.target_step_ms
+        return cls(**own, target_step_s=None if target is None else target / 1000, prompt_sizes=prompt_sizes)
 
     def rank_rows(self, num_rows: int) -> int:
         """Rank rows that an adapter of so many rows takes of the budget."""
