@@ -1,0 +1,33 @@
+"""Kernels compile for an H200 with no GPU present: no spills, registers and shared memory within the recorded limits.
+
+Runs under this Python if it has the extra gpu-check, else under the one that GPU_CHECK_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.gpu_check.targets import missing
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = os.environ.get("GPU_CHECK_PYTHON", sys.executable)
+
+
+def compile_cases(*arguments: str) -> str:
+    """Output of the check, which must pass."""
+    if sys.executable == PYTHON and (reason := missing()):
+        pytest.skip(f"nothing can be compiled for a GPU: {reason}, or set GPU_CHECK_PYTHON")
+    command = [PYTHON, "-m", "pallas_kernels.gpu_check", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_controls_fail():
+    output = compile_cases("pallas_kernels.gpu_check.controls")
+    assert output.count("ok   control_") == 7
