@@ -29,6 +29,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.gpu_check", description=__doc__)
     parser.add_argument("modules", nargs="+", help="modules of cases, dotted")
     parser.add_argument("--only", help="regular expression: the cases whose names it matches")
+    parser.add_argument("--sweep", action="store_true", help="the modules' sweep() in place of their cases()")
     parser.add_argument("--json", type=Path, help="write everything found to this file")
     parser.add_argument("--keep", type=Path, help="keep the compilers' files in this folder")
     parser.add_argument("--record", action="store_true", help="raise the recorded limits to what is seen now")
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     for module_name in args.modules:
         module = importlib.import_module(module_name)
         path = Path(str(module.__file__)).with_name("gpu_limits.csv")
-        cases = module.cases()
+        cases = module.sweep() if args.sweep else module.cases()
         limits = {} if args.fresh else tables.read(path)
         for name, case in cases.items():
             if args.only and not re.search(args.only, name):
@@ -74,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
             results[f"{module_name}:{name}"] = found
             print(_line(name, found), flush=True)
         if args.record:
-            tables.write(path, limits, cases)
+            known = {name for names in (module.cases, getattr(module, "sweep", dict)) for name in names()}
+            tables.write(path, limits, known)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if not args.keep:

@@ -24,8 +24,8 @@ class Case:
         forbid: regular expressions that no line of it may match.
         max_temp_bytes: most temporary memory per device.
         min_alias_bytes: least memory of results that reuses donated arguments.
-        check_limits: whether its kernels are held to the recorded registers and shared memory; False for programs,
-            whose further kernels are XLA's own.
+        check_limits: whether its kernels are held to the recorded registers and shared memory, and to loads of more
+            than 2 bytes at a time; False for programs, whose further kernels are XLA's own.
         must_fail: a control: passes only if some problem matches this regular expression.
     """
 

@@ -94,6 +94,8 @@ def check(name: str, case: Case, folder: Path, ptxas: str, limits: Mapping[tuple
     for kernel, found in kernels.items():
         if found.get("spill_stores", 0) + found.get("spill_loads", 0):
             problems.append(f"{kernel}: spills {found['spill_stores']}/{found['spill_loads']} bytes")
+        if case.check_limits and found.get("narrow_loads"):
+            problems.append(f"{kernel}: {found['narrow_loads']} loads of 2 bytes: the compiler saw no alignment")
         if case.check_limits and not case.must_fail:
             problems += Limit.exceeded(name, kernel, found, limits)
     control = case.must_fail

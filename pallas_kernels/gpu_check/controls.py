@@ -36,6 +36,18 @@ def _too_much_scratch(x: jax.Array) -> jax.Array:
     )(x)  # fmt: skip
 
 
+def _unaligned_rows(x: jax.Array, start: jax.Array) -> jax.Array:
+    """Loads of which the compiler cannot know that they are aligned."""
+
+    def kernel(x_ref, start_ref, o_ref):
+        o_ref[...] = x_ref[pl.ds(start_ref[0], 1024)]
+
+    return pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((1024,), x.dtype), name="unaligned_rows",
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+    )(x, start)  # fmt: skip
+
+
 def _copied_pool(pool: jax.Array) -> jax.Array:
     return pool.T + 1
 
@@ -54,6 +66,9 @@ def cases() -> dict[str, Case]:
         ),
         "control_mosaic_shared_memory": Case(
             _too_much_scratch, [shaped(128, dtype=_F32)], must_fail="(?i)smem|shared"
+        ),
+        "control_narrow_loads": Case(
+            _unaligned_rows, [shaped(4096), shaped(1, dtype=jnp.int32)], must_fail="loads of 2 bytes"
         ),
         "control_no_kernel": Case(lambda x: x, [shaped(128)], must_fail="no kernel was compiled"),
         "control_text": Case(_copied_pool, [shaped(64, 256)], expect=("triton",), must_fail="'triton' is not in"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Kernels = dict[str, dict[str, Any]]
-"""Kernel name to arch, registers, spill_stores, spill_loads, stack, shared (static), dynamic_smem, grid, threads."""
+"""Kernel name to arch, registers, spill_stores, spill_loads, stack, shared (static), dynamic_smem, grid, threads, narrow_loads."""
 
 _LAUNCH = re.compile(
     r"(?:kKernel|kCustomKernel)\b.*?\s(\S+) grid: (\[[^\]]*\]) threads: (\[[^\]]*\])\s+shared_memory: (\d+)"
@@ -46,14 +46,20 @@ def ptxas_report(text: str) -> Kernels:
 
 
 def _assemble(path: Path, ptxas: str, problems: list[str]) -> Kernels:
-    target = re.search(r"\.target\s+(\w+)", path.read_text(errors="replace"))
+    text = path.read_text(errors="replace")
+    target = re.search(r"\.target\s+(\w+)", text)
     if target is None:
         return {}  # jax 0.10 also writes empty files
     command = [ptxas, "-v", f"-arch={target[1]}", str(path), "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         problems.append("ptxas: " + done.stderr.strip()[:300])
-    return ptxas_report(done.stdout + done.stderr)
+    kernels = ptxas_report(done.stdout + done.stderr)
+    for part in re.split(r"^(?=\.visible \.entry|\.entry)", text, flags=re.MULTILINE)[1:]:
+        name = re.search(r"\.entry\s+([^\s(]+)", part)
+        if name and name[1] in kernels:
+            kernels[name[1]]["narrow_loads"] = len(re.findall(r"ld\.global[a-z0-9.:_]*\.[bu]16\b", part))
+    return kernels
 
 
 def read_dump(folder: Path, names: Iterable[str], ptxas: str, problems: list[str]) -> Kernels:

@@ -55,10 +55,10 @@ def shrink_blocks(part: Segments, in_dim: int, modules: int, unit: int, dtype: s
     Few tiles share out the input, so that every multiprocessor reads; many do not, as each part costs a partial sum.
     """
     C, W, K = part.block_tokens, len(part.row_W), part.tile_rows
-    wide = 128 if dtype != "float32" and C * K <= 1024 else 64
-    chunk = _chunk(unit, wide)
-    splits = divisor(in_dim // chunk, min(-(-_PROGRAMS // W), 8))
-    heuristic = ShrinkBlocks(chunk, splits if splits <= 16 else 1)
+    exact = dtype == "float32"  # without tensor cores: the products themselves fill the registers
+    chunk = _chunk(unit, 128 if C <= 32 and not exact else 64 if not exact or C <= 32 else 32)
+    splits = divisor(in_dim // chunk, min(-(-_PROGRAMS // W), 8 if C <= 32 else 2))
+    heuristic = ShrinkBlocks(chunk, splits if splits <= 16 else 1, num_warps=4 if C <= 32 else 8)
     key = {"op": "shrink", "tiles": tuning.bucket(W), "tokens": C, "rows": K, "in": in_dim, "modules": modules}
     return tuning.lookup(OP, key | {"unit": unit, "dtype": dtype}, heuristic)
 
@@ -66,9 +66,9 @@ def shrink_blocks(part: Segments, in_dim: int, modules: int, unit: int, dtype: s
 def expand_blocks(part: Segments, out_dims: tuple[int, ...], unit: int, dtype: str) -> ExpandBlocks:
     """Blocks of one expand launch: steps that a block's outputs are shared out in, as wide as registers allow."""
     C, N, total = part.block_tokens, len(part.token_NC), sum(out_dims)
-    chunk = _chunk(unit, 128 if C <= 32 else 64)
+    chunk = _chunk(unit, 128 if C <= 32 and dtype != "float32" else 64)
     columns = total // chunk
     steps = max(d for d in (1, 2, 4, 8) if columns % d == 0 and (d == 1 or N * columns // d >= 2 * _PROGRAMS))
-    heuristic = ExpandBlocks(chunk, steps)
+    heuristic = ExpandBlocks(chunk, steps, num_warps=4 if C <= 32 else 8)
     key = {"op": "expand", "blocks": tuning.bucket(N), "tokens": C, "rows": part.tile_rows, "out": total}
     return tuning.lookup(OP, key | {"unit": unit, "dtype": dtype}, heuristic)

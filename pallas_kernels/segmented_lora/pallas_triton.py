@@ -39,6 +39,12 @@ def _load_block(ref: Any, row_R: jax.Array, column_C: jax.Array, live_R: jax.Arr
     return plgpu.load(ref.at[index], mask=jnp.broadcast_to(live_R[:, None], shape), other=jnp.zeros((), ref.dtype))
 
 
+def _place(number: jax.Array, per_unit: int, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Of a chunk of a rank row: which of the row's units it lies in, and int32[chunk], its columns there."""
+    # A product comes last: from it the compiler knows that the columns begin aligned, and loads 16 bytes at a time.
+    return jax.lax.div(number, per_unit), jax.lax.rem(number, per_unit) * chunk + jnp.arange(chunk)
+
+
 def _load_weights(pool_ref: Any, unit_R: jax.Array, column_C: jax.Array, dtype: Any) -> jax.Array:
     """[R, C]: columns of the pool's units, zeros where the index is -1."""
     return as_compute(_load_block(pool_ref, unit_R, column_C, unit_R >= 0), dtype)
@@ -61,9 +67,10 @@ def _shrink_kernel(
         row_K, live_K = row_ref[tile] + place_K, place_K < num_rows
 
         def step(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            first = (part * steps + index) * chunk
+            number = part * steps + index
+            first = number * chunk
             x_CI = _load_block(x_ref, token_C, first + jnp.arange(chunk), token_C < num_tokens)
-            unit_column, column = first // unit, first % unit + jnp.arange(chunk)
+            unit_column, column = _place(number, unit // chunk, chunk)
             new = []
             for module in range(modules):
                 place = units_ref.at[module, row_K, jnp.full((tile_rows,), unit_column)]
@@ -116,10 +123,12 @@ def _expand_kernel(
 
         def projections(tile: jax.Array, module: jax.Array, row_K: jax.Array, live_K: jax.Array) -> jax.Array:
             """The finished projections of a tile, [C, tile_rows]: scaled and mixed; 0 in places that are not live."""
-            live_CK = live_C[:, None] & live_K[None, :]
-            s_CK = jnp.zeros((tokens, tile_rows), _F32)
-            for index in range(splits):
-                s_CK += plgpu.load(s_ref.at[jnp.int32(index), module, tile, :, :], mask=live_CK, other=0.0)
+            live_CK = jnp.broadcast_to(live_C[:, None], (tokens, tile_rows))  # rows that are not live are 0 already
+
+            def add_part(index: jax.Array, sum_CK: jax.Array) -> jax.Array:
+                return sum_CK + plgpu.load(s_ref.at[index, module, tile, :, :], mask=live_CK, other=0.0)
+
+            s_CK = jax.lax.fori_loop(0, splits, add_part, jnp.zeros((tokens, tile_rows), _F32))
             module_K = jnp.full((tile_rows,), module)
             scale_K = plgpu.load(scale_ref.at[module_K, row_K], mask=live_K, other=0.0)
             s_CK = jnp.where((scale_K != 0)[None, :], s_CK * scale_K[None, :], 0.0)
@@ -129,9 +138,10 @@ def _expand_kernel(
             return jnp.where((mix_C != 0)[:, None], s_CK * mix_C[:, None], 0.0).astype(dtype)
 
         def step(index: jax.Array, carry: int) -> int:
-            first = (group * blocks.steps + index) * chunk
+            number = group * blocks.steps + index
+            first = number * chunk
             module = sum(((first >= start).astype(jnp.int32) for start in out_starts[1:-1]), jnp.int32(0))
-            unit_column, column = first // unit, first % unit + jnp.arange(chunk)
+            unit_column, column = _place(number, unit // chunk, chunk)
 
             def add(position: jax.Array, sum_CO: jax.Array) -> jax.Array:
                 tile = first_tile + position

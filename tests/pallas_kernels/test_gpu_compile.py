@@ -30,4 +30,16 @@ def compile_cases(*arguments: str) -> str:
 
 def test_the_controls_fail():
     output = compile_cases("pallas_kernels.gpu_check.controls")
-    assert output.count("ok   control_") == 7
+    assert output.count("ok   control_") == 8
+
+
+def test_segmented_lora():
+    output = compile_cases("pallas_kernels.segmented_lora.gpu_cases")
+    assert output.count("lora_shrink") >= 5
+    assert output.count("lora_expand") >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["triton"])
+def test_every_model_type_and_plan_of_segmented_lora(implementation):
+    compile_cases("pallas_kernels.segmented_lora.gpu_cases", "--sweep", "--only", f"^{implementation}")
