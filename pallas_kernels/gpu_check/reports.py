@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 Kernels = dict[str, dict[str, Any]]
-"""Kernel name to arch, registers, spill_stores, spill_loads, stack, shared (static), dynamic_smem, grid, threads, narrow_loads."""
+"""Kernel name to arch, registers, spill_stores, spill_loads, stack, shared (static), dynamic_smem, grid, threads, and
+narrow_loads (of 2 bytes from global memory)."""
 
 _LAUNCH = re.compile(
     r"(?:kKernel|kCustomKernel)\b.*?\s(\S+) grid: (\[[^\]]*\]) threads: (\[[^\]]*\])\s+shared_memory: (\d+)"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +16,10 @@ from pallas_kernels.segmented_lora import (
 
 run_delta = jax.jit(lora_delta, static_argnames=("unit", "axis_name", "implementation", "interpret"))
 """One cache for all tests: batches of one bucket share their compiled kernels."""
+
+
+SHORT = (SegmentShape(8, 24),)
+"""Blocks of 16 tokens and tiles of 16 rows."""
 
 
 class PoolProblem:
@@ -122,7 +124,7 @@ class PoolProblem:
                     bound[:, part] += np.abs(w_T)[:, None] * (half + 4e-7) * np.abs(b[rank:]).sum(0)
         return wanted, bound + 4e-7 * np.abs(wanted)
 
-    def check(self, implementation, shapes=(SegmentShape(8, 24),), long_segment=32):
+    def check(self, implementation, shapes=SHORT, long_segment=32):
         rows, plan = self.rank_rows(), self.plan(shapes, long_segment)
         got = run_delta(
             self.x_TI, self.pool, rows, jax.tree.map(jnp.asarray, plan), self.y_TO, unit=self.unit,
@@ -133,6 +135,3 @@ class PoolProblem:
         assert np.all(np.abs(np.asarray(got) - wanted) <= bound), np.max(np.abs(np.asarray(got) - wanted) / bound)
         idle = ~self.mix_TX.any(1)
         np.testing.assert_array_equal(np.asarray(got)[idle], self.y_TO[idle])
-
-
-delta_of = functools.partial(run_delta, interpret=True)
