@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.segmented_lora.plan import Plan, Segments, SegmentShape
+from pallas_kernels.segmented_lora.plan import Plan, Segments, SegmentShape, make_plan
 from pallas_kernels.segmented_lora.rank_rows import RankRows
 
 
@@ -97,3 +99,35 @@ def arguments(
     return Arguments(
         spec(tokens, in_dim, of=dtype), pool, rows, parts, spec(tokens, sum(out_dims), of=jnp.float32), unit
     )
+
+
+def draw(
+    widths: Widths, group: str, adapter_T: np.ndarray, ranks: Sequence[int], shapes: tuple[SegmentShape, ...],
+    dtype: Any, seed: int = 0,
+) -> Arguments:  # fmt: skip
+    """Random arguments of one projection group, no unit used twice.
+
+    Args:
+        adapter_T: int[T], the adapter of each token, -1 for the base.
+        ranks: of each adapter, the same for every module.
+    """
+    rng = np.random.default_rng(seed)
+    in_dim, out_dims = widths.group(group)
+    unit, modules, num_rows = widths.unit, len(out_dims), max(sum(ranks), 1)
+    columns_a, columns_b = in_dim // unit, sum(out_dims) // unit
+    count_a = modules * num_rows * columns_a
+    units = rng.permutation(count_a + num_rows * columns_b).astype(np.int32)
+    rows = RankRows(
+        jnp.asarray(units[:count_a].reshape(modules, num_rows, columns_a)),
+        jnp.asarray(units[count_a:].reshape(num_rows, columns_b)),
+        jnp.ones((modules, num_rows)), None, out_dims,
+    )  # fmt: skip
+    first_X = np.cumsum(ranks) - np.asarray(ranks)
+    plan = jax.tree.map(jnp.asarray, make_plan(first_X, np.asarray(ranks), shapes, adapter_T=adapter_T))
+
+    def normal(*dims: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(dims, np.float32), dtype)
+
+    T = len(adapter_T)
+    pool = normal(len(units), unit) / math.sqrt(in_dim)
+    return Arguments(normal(T, in_dim), pool, rows, plan, jnp.zeros((T, sum(out_dims))), unit)
