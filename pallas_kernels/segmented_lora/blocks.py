@@ -81,7 +81,8 @@ def expand_blocks(part: Segments, out_dims: tuple[int, ...], unit: int, dtype: s
     C, N, total = part.block_tokens, len(part.token_NC), sum(out_dims)
     chunk = _chunk(unit, 128 if C <= 32 and dtype != "float32" else 64)
     columns = total // chunk
-    steps = max(d for d in (1, 2, 4, 8) if columns % d == 0 and (d == 1 or N * columns // d >= 2 * _PROGRAMS))
+    # More than two steps: ptxas spilled (4 bytes, units of 128).
+    steps = max(d for d in (1, 2) if columns % d == 0 and (d == 1 or N * columns // d >= 2 * _PROGRAMS))
     heuristic = ExpandBlocks(chunk, steps, num_warps=4 if C <= 32 else 8)
     return tuning.lookup(OP, expand_key(part, out_dims, unit, dtype), heuristic)
 

@@ -14,9 +14,17 @@ from pallas_kernels.segmented_lora import (
     make_plan,
 )
 
-run_delta = jax.jit(lora_delta, static_argnames=("unit", "axis_name", "implementation", "interpret"))
-"""One cache for all tests: batches of one bucket share their compiled kernels."""
+TRACES: list[tuple[int, ...]] = []
+"""Shape of x of every trace of run_delta."""
 
+
+def _traced(x_TI, *args, **options):
+    TRACES.append(x_TI.shape)
+    return lora_delta(x_TI, *args, **options)
+
+
+run_delta = jax.jit(_traced, static_argnames=("unit", "axis_name", "implementation", "interpret"))
+"""One cache for all tests: batches of one bucket share their compiled kernels."""
 
 SHORT = (SegmentShape(8, 24),)
 """Blocks of 16 tokens and tiles of 16 rows."""
@@ -95,8 +103,8 @@ class PoolProblem:
 
     def rank_rows(self) -> RankRows:
         const = jnp.asarray(self.const) if self.has_const else None
-        tables = map(jnp.asarray, (self.units_a, self.units_b, self.scale))
-        return RankRows(*tables, const, self.out_dims)
+        units_a, units_b, scale = map(jnp.asarray, (self.units_a, self.units_b, self.scale))
+        return RankRows(units_a, units_b, scale, const, self.out_dims)
 
     def plan(self, shapes, long_segment=32):
         chosen = {"adapter_T": self.adapter_T} if self.adapter_T is not None else {"mix_TX": self.mix_TX}

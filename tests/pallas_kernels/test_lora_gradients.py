@@ -55,7 +55,7 @@ def test_dense_weights(dtype, implementation):
     y = matmul(x, a, b, segment_T, scale_A=scale_A, rank_A=rank_A, implementation=implementation, interpret=True)
     a32, b32 = np.asarray(a, np.float32), np.asarray(b, np.float32)
     rows, columns = [a32[i, :r] for i, r in enumerate(rank_A)], [b32[i, :r].T for i, r in enumerate(rank_A)]
-    wanted = lora_delta_reference(np.asarray(x, np.float32), rows, columns, scale_A, np.asarray(segment_T))
+    wanted = lora_delta_reference(np.asarray(x, np.float32), rows, columns, scale_A.tolist(), np.asarray(segment_T))
     assert y.dtype == jnp.float32
     size = np.abs(np.asarray(x, np.float32)).max() * np.abs(a32).sum((1, 2)).max() * np.abs(b32).max() * 2
     assert np.abs(np.asarray(y) - wanted).max() <= size * (1e-6 if dtype == "float32" else 2.0**-9)
@@ -71,7 +71,9 @@ def test_gradients_of_dense_weights(dtype, tolerance, implementation):
     x, a, b, g, scale_A = draw_dense(dtype)
     segment_T, rank_A = np.array([2, 0, -1, 1, 1, 2, 0, 0, -1, 2, 2, 2]), np.array([20, 0, 7])
     got = gradients(x, a, b, g, segment_T, scale_A, rank_A, implementation)
-    wanted = jax.jit(jax.grad(lambda *args: (oracle(*args, segment_T, scale_A, rank_A) * g).sum(), (0, 1, 2)))(x, a, b)
+    wanted = jax.jit(jax.grad(lambda x, a, b: (oracle(x, a, b, segment_T, scale_A, rank_A) * g).sum(), (0, 1, 2)))(
+        x, a, b
+    )
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.dtype == theirs.dtype
         mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
