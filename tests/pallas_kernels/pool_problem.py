@@ -10,7 +10,7 @@ from pallas_kernels.segmented_lora import (
     RankRows,
     SegmentShape,
     lora_delta,
-    lora_delta_reference,
+    lora_mix_reference,
     make_plan,
 )
 
@@ -121,12 +121,11 @@ class PoolProblem:
             for i in range(self.mix_TX.shape[1]):
                 a, b = (np.asarray(side[m][i], np.float32) for side in (self.a, self.b))
                 rank, w_T = len(a), self.mix_TX[:, i]
-                used_T = np.where(w_T != 0, 0, -1)
-                delta = lora_delta_reference(self.x_TI, [a], [b[:rank].T], [self.scale_MX[m, i]], used_T)
+                delta = lora_mix_reference(self.x_TI, [a], [b[:rank].T], [self.scale_MX[m, i]], w_T[:, None])
                 x = np.asarray(self.x_TI, np.float32)
                 size = (np.abs(x) @ np.abs(a).T) @ np.abs(b[:rank])
                 rounded = np.abs(x @ a.T) @ np.abs(b[:rank]) * half
-                wanted[:, part] += w_T[:, None] * (delta + (b[rank:].sum(0) if self.has_const else 0))
+                wanted[:, part] += delta + w_T[:, None] * (b[rank:].sum(0) if self.has_const else 0)
                 bound[:, part] += np.abs(w_T * self.scale_MX[m, i])[:, None] * (4e-7 * size + rounded)
                 if self.has_const:  # the factor on the bias is rounded as a projection is
                     bound[:, part] += np.abs(w_T)[:, None] * (half + 4e-7) * np.abs(b[rank:]).sum(0)
