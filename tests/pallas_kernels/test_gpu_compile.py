@@ -6,6 +6,7 @@ Runs under this Python if it has the extra gpu-check, else under the one that GP
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,24 @@ def test_segmented_lora():
     output = compile_cases("pallas_kernels.segmented_lora.gpu_cases")
     assert output.count("lora_shrink") >= 5
     assert output.count("lora_expand") >= 5
+
+
+def test_paged_attention():
+    """The shapes of two models, a decode and a prompt kernel each, and those that put parts together."""
+    output = compile_cases("pallas_kernels.paged_attention.gpu_cases", "--only", "(smollm2-135m|llama-3-8b)/bfloat16$")
+    assert len(re.findall("paged_attention_(decode|prompt)_parts", output)) == 4
+    assert len(re.findall("paged_attention_(decode|prompt)_combine", output)) == 4
+
+
+@pytest.mark.slow
+def test_every_model_and_type_of_paged_attention():
+    compile_cases("pallas_kernels.paged_attention.gpu_cases")
+
+
+@pytest.mark.slow
+def test_the_benchmark():
+    """Its decode step has the kernels in it, updates the pool in place and has no large temporaries."""
+    compile_cases("pallas_kernels.bench.gpu_cases")
 
 
 @pytest.mark.slow
