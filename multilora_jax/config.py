@@ -72,6 +72,10 @@ class EngineConfig:
             "the pool keep `dtype`. By default nothing is rounded. int4 is not offered: it costs too much quality."
         ),
     )
+    kernel_backend: Literal["auto", "xla", "triton", "mosaic_gpu"] = field(
+        default="auto",
+        metadata=key_info("What computes attention. auto takes a Pallas kernel where the GPU runs one, else XLA."),
+    )
     seed: int = field(
         default=0, metadata=key_info("Seed of requests without one and of dummy weights.", low=0, high=2**32 - 1)
     )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
+from pallas_kernels.paged_attention.api import pick
 from pallas_kernels.segmented_lora.xla_blocks import BLOCKS_FROM
 
 DEFAULT_CPU_POOL_BYTES = 1 << 30
@@ -81,6 +82,20 @@ def attention_groups() -> tuple[int, int]:
 def blocks_from(dtype: str) -> int:
     """LlamaSpec.blocks_from."""
     return BLOCKS_FROM if features_first(dtype) else 0
+
+
+def attention_backend(kernel_backend: str, model: ModelConfig, dtype: str) -> str:
+    """LlamaSpec.attention_backend: a Pallas implementation on GPUs that have one, XLA elsewhere, or as configured.
+
+    Raises:
+        ConfigError: the one that was asked for does not run here.
+    """
+    try:
+        return pick(model.head_dim, dtype, None if kernel_backend == "auto" else kernel_backend)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"kernel_backend {kernel_backend} does not run here: {error}", reason="bad_value", param="kernel_backend"
+        ) from error
 
 
 def max_model_len(config: EngineConfig, model: ModelConfig) -> int:

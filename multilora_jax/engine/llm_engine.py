@@ -329,6 +329,7 @@ class LLMEngine:
             self.adapters.fill(s)
             s.adapter_load_bytes = self.runner.loaded_bytes
             s.compilations = self.runner.num_compilations - self._compiled_at_warm_up
+            s.attention_backend = self.runner.spec.attention_backend
             return EngineStats(**vars(s))
 
     def check_integrity(self) -> None:
@@ -340,7 +341,8 @@ class LLMEngine:
         """The start-up banner: model, pool, adapters."""
         config, ahead = self.config, "steps run ahead" if self._runs_ahead else ""
         lookup = f"prompt lookup of {config.prompt_lookup_tokens} tokens" if config.prompt_lookup_tokens else ""
-        options = [f"weights in {config.quantization}" if config.quantization else "", ahead, lookup]
+        weights = f"weights in {config.quantization}" if config.quantization else ""
+        options = [weights, f"attention by {self.runner.spec.attention_backend}", ahead, lookup]
         return describe(
             self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras(),
             [option for option in options if option],

@@ -73,6 +73,7 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         config.quantization,
         devices.attention_groups(),
         devices.blocks_from(dtype),
+        devices.attention_backend(config.kernel_backend, model_config, dtype),
     )
     model = load_llama(
         spec, max_model_len, mesh, checkpoint, seed=config.seed,

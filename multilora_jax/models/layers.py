@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.quantised import QuantWeight, quant_product
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import paged_attention, ragged_paged_attention
 
 _F32 = jnp.float32
 
@@ -33,6 +33,8 @@ class LlamaSpec:
         quantization: "int8" where the weights of products are QuantWeights, else None.
         attention_groups: decode rows and prefill blocks that attention takes at a time, see paged_attention.
         blocks_from: rank rows from which on their buffers lie in blocks, see lora_deltas_of_blocks; 0: never.
+        attention_backend: "xla", or the Pallas implementation of ragged_paged_attention to use instead.
+        interpret: whether Pallas kernels run in their interpreter, for tests without a GPU.
     """
 
     config: ModelConfig
@@ -43,6 +45,8 @@ class LlamaSpec:
     quantization: str | None = None
     attention_groups: tuple[int, int] = (16, 4)
     blocks_from: int = 0
+    attention_backend: str = "xla"
+    interpret: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -125,6 +129,8 @@ def attend(
     spec: LlamaSpec, q_TNH: jax.Array, pool_LPE: jax.Array, layer: jax.Array, batch: Any, num_kv_heads: int
 ) -> jax.Array:
     """Attention of a step's two regions (decode rows, prefill blocks) over the pool; [T, N, H] in and out."""
+    if spec.attention_backend != "xla":
+        return _attend_ragged(spec, q_TNH, pool_LPE, layer, batch, num_kv_heads)
     num_prompt = len(batch.row_P)
     num_decodes = len(q_TNH) - num_prompt
     sizes = {"num_kv_heads": num_kv_heads, "page_tokens": spec.geometry.page_tokens}
@@ -147,3 +153,30 @@ def attend(
         place_P = jnp.arange(num_prompt) - batch.first_N[block_P]
         regions.append(out.at[block_P, place_P].get(mode="clip"))  # tokens of padding may be behind any block
     return regions[0] if len(regions) == 1 else jnp.concatenate(regions)
+
+
+def _attend_ragged(
+    spec: LlamaSpec, q_TNH: jax.Array, pool_LPE: jax.Array, layer: jax.Array, batch: Any, num_kv_heads: int
+) -> jax.Array:
+    """The same in one call of a Pallas implementation, which reads what rows there are instead of padded ones."""
+    num_prompt, num_blocks = len(batch.row_P), len(batch.first_N)
+    num_decodes = len(q_TNH) - num_prompt
+    start_S = jnp.arange(num_decodes, dtype=jnp.int32)
+    count_S, context_S = jnp.ones_like(start_S), batch.positions_T[:num_decodes] + 1
+    if num_prompt:
+        place_Q, position_P = jnp.arange(spec.prefill_block), batch.positions_T[num_decodes:]
+        token_NQ = batch.first_N[:, None] + place_Q
+        near_NQ = jnp.minimum(token_NQ, num_prompt - 1)
+        own_NQ = batch.row_P[near_NQ] == num_decodes + jnp.arange(num_blocks)[:, None]
+        # Tokens of padding name the first block, and are at position 0.
+        first_N = position_P[batch.first_N]
+        own_NQ &= (position_P[near_NQ] == first_N[:, None] + place_Q) & (token_NQ < num_prompt)
+        count_N = own_NQ.sum(1, dtype=jnp.int32)
+        start_S = jnp.concatenate([start_S, num_decodes + batch.first_N])
+        count_S = jnp.concatenate([count_S, count_N])
+        context_S = jnp.concatenate([context_S, first_N + count_N])
+    return ragged_paged_attention(
+        q_TNH, pool_LPE, layer, batch.table_SP, start_S, count_S, context_S, num_decodes=num_decodes,
+        most_queries=spec.prefill_block, num_kv_heads=num_kv_heads, page_tokens=spec.geometry.page_tokens,
+        implementation=spec.attention_backend, interpret=spec.interpret,
+    )  # fmt: skip

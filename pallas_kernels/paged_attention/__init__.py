@@ -1,6 +1,7 @@
 """Attention over KV pages of the unified pool."""
 
+from pallas_kernels.paged_attention.api import ragged_paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention
 
-__all__ = ["paged_attention", "paged_attention_reference"]
+__all__ = ["paged_attention", "paged_attention_reference", "ragged_paged_attention"]

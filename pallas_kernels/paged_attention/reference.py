@@ -11,6 +11,7 @@ def paged_attention_reference(
     v_pages_PKSH: np.ndarray,
     table_BP: np.ndarray,
     position_BQ: np.ndarray,
+    window: int | None = None,
 ) -> np.ndarray:
     """softmax(q k / sqrt(H)) v over the slots at positions up to the query's own.
 
@@ -19,6 +20,7 @@ def paged_attention_reference(
         k_pages_PKSH, v_pages_PKSH: float[P, K, S, H], pages of S slots; N is a multiple of K.
         table_BP: int[B, pages], the pages of each row in order.
         position_BQ: int[B, Q], each query's position.
+        window: the most slots that a query sees, the last ones; None for all.
 
     Returns:
         float32[B, Q, N, H].
@@ -28,7 +30,8 @@ def paged_attention_reference(
     out = np.zeros((B, Q, N, H), np.float32)
     for b in range(B):
         for i in range(Q):
-            slots = np.arange(int(position_BQ[b, i]) + 1)
+            end = int(position_BQ[b, i]) + 1
+            slots = np.arange(0 if window is None else max(0, end - window), end)
             pages, offsets = table_BP[b][slots // S], slots % S
             for n in range(N):
                 k = n // (N // K)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from multilora_jax.engine import devices
 from multilora_jax.engine.describe import describe
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig, RopeConfig
+from pallas_kernels.dispatch import H200, assume_device
 
 MODEL = ModelConfig(
     name="tiny", vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
@@ -87,6 +89,21 @@ def test_the_probe_measures():
 def test_layout_follows_the_type():
     assert devices.features_first("float32")
     assert not devices.features_first("bfloat16")
+
+
+def test_attention_goes_by_the_device_and_the_configuration():
+    assert devices.attention_backend("auto", MODEL, "bfloat16") == "xla"
+    with pytest.raises(ConfigError, match="kernel_backend triton does not run here: .*need an NVIDIA GPU"):
+        devices.attention_backend("triton", MODEL, "bfloat16")
+    with assume_device(H200):
+        assert devices.attention_backend("auto", MODEL, "bfloat16") == "triton"
+        assert devices.attention_backend("xla", MODEL, "bfloat16") == "xla"
+        odd = dataclasses.replace(MODEL, head_dim=24)
+        assert devices.attention_backend("auto", odd, "bfloat16") == "xla"
+        with pytest.raises(ConfigError, match="kernel_backend triton .* power of two from 16 on, not 24"):
+            devices.attention_backend("triton", odd, "bfloat16")
+        with pytest.raises(ConfigError, match="kernel_backend mosaic_gpu .* use None or one of triton, xla"):
+            devices.attention_backend("mosaic_gpu", MODEL, "bfloat16")
 
 
 @pytest.fixture

@@ -33,10 +33,12 @@ SECOND = [(11 + 37 * i) % 254 + 2 for i in range(40)]
 class Runner:
     """A model of golden_tiny, a pool, and steps filled in by hand: prompts in chunks, then single tokens."""
 
-    def __init__(self, folder: Path, dtype="float32", features_first=True, adapters=()):
+    def __init__(self, folder: Path, dtype="float32", features_first=True, adapters=(), backend="xla"):
         checkpoint = open_checkpoint(str(folder))
         geometry = checkpoint.config.geometry(num_pages=32, page_tokens=16, dtype=dtype)
-        self.spec = LlamaSpec(checkpoint.config, geometry, BLOCK, features_first)
+        self.spec = LlamaSpec(
+            checkpoint.config, geometry, BLOCK, features_first, attention_backend=backend, interpret=backend != "xla"
+        )
         mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
         self.model = load_llama(self.spec, MAX_LEN, mesh, checkpoint)
         self.params = self.model.params()
@@ -124,12 +126,16 @@ def deltas_of(weights):
 
 
 @pytest.mark.parametrize(
-    ("base", "features_first"), [("tied", True), ("biased", True), ("headdim32", True), ("biased", False)]
-)
-def test_chunked_prefill_then_decoding(golden_tiny, base, features_first):
+    ("base", "features_first", "backend"),
+    [
+        ("tied", True, "xla"), ("biased", True, "xla"), ("headdim32", True, "xla"), ("biased", False, "xla"),
+        ("headdim32", True, "triton"), ("biased", False, "triton"),
+    ],
+)  # fmt: skip
+def test_chunked_prefill_then_decoding(golden_tiny, base, features_first, backend):
     """Both sequences in one step, then one decodes beside the other's next chunk, then both decode."""
     folder = golden_tiny / "bases" / base
-    runner, oracle = Runner(folder, features_first=features_first), Oracle.from_folder(folder)
+    runner, oracle = Runner(folder, features_first=features_first, backend=backend), Oracle.from_folder(folder)
     first, second = oracle.logits(FIRST), oracle.logits(SECOND)
 
     def close(got, wanted):

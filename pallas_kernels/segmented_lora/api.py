@@ -1,0 +1,174 @@
+"""Segmented LoRA for mixed batches: from adapters in a pool, or from dense weights. Differentiable.
+
+Ranks and adapters of a batch differ freely (S-LoRA section 5.3, Punica section 4). The plan of a batch (see plan.py)
+says which tokens meet which rank rows, RankRows which units of the pool those are; both are arrays of fixed sizes, so
+that no batch, rank or adapter recompiles anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.segmented_lora import pallas_triton, xla_pool
+from pallas_kernels.segmented_lora.gradients import pool_gradients
+from pallas_kernels.segmented_lora.plan import MIN_BLOCK, Plan, trace_plan
+from pallas_kernels.segmented_lora.rank_rows import RankRows, check
+
+_F32 = jnp.float32
+
+BACKENDS: dict[str, Callable[..., jax.Array]] = {"triton": pallas_triton.delta, "xla": xla_pool.delta}
+"""Implementations in the order of preference."""
+
+
+def lora_delta(
+    x_TI: jax.Array,
+    pool: jax.Array,
+    rows: RankRows,
+    plan: Plan,
+    y_TO: jax.Array | None = None,
+    *,
+    unit: int,
+    axis_name: str | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Adds each token's own LoRA products to y: y_t + sum over its adapters i of w_ti (scale_i A_i x_t + const_i) B_i.
+
+    Args:
+        x_TI: float[T, I]: bfloat16, float16 or float32.
+        pool: any array whose last axis is a whole number of units; x's type, or unsigned integers that hold its bits.
+            It is read in place.
+        rows: where the rank rows of the M modules lie, which all take x.
+        plan: of this batch, from make_plan.
+        y_TO: float[T, O], O being the outputs of all modules side by side. None: zeros in float32. Its buffer is
+            reused where it is not needed any more.
+        unit: elements of a unit.
+        axis_name: mesh axis over which I (of x and of the rows of A) and O are split: the projections are summed over
+            it, one all-reduce.
+        implementation: see dispatch.IMPLEMENTATIONS; None leaves it to the device.
+        interpret: run the kernels in Pallas' interpreter, on any device.
+
+    Returns:
+        float[T, O] in y's type. Products accumulate in float32; the projections are rounded once to x's type.
+
+    Differentiable in x and y, and in the pool where that is of a floating type (its gradient is as large as itself).
+    scale, const and the plan are constants.
+
+    Raises:
+        TypeError, ValueError: what does not fit, by name.
+        NotImplementedError: the implementation that was asked for cannot run here, or not in this shape.
+    """
+    return _run(x_TI, (pool, pool), rows, plan, y_TO, (unit, unit), axis_name, implementation, interpret)
+
+
+def lora_matmul(
+    x_TI: jax.Array,
+    a_ARI: jax.Array,
+    b_ARO: jax.Array,
+    segment_T: jax.Array,
+    *,
+    scale_A: jax.Array | None = None,
+    rank_A: jax.Array | None = None,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """scale_i (x_t A_i^T) B_i for each token t of adapter i, from dense weights: for training code that has no pool.
+
+    Args:
+        x_TI: float[T, I].
+        a_ARI, b_ARO: x's type, rank rows of A adapters: those of A, and those of B transposed.
+        segment_T: int32[T], the adapter of each token in any order, -1 for none.
+        scale_A: float32[A], 1 if None; a constant.
+        rank_A: int32[A], rank rows that count (the others are not even read); all if None.
+        implementation, interpret: see lora_delta.
+
+    Returns:
+        float32[T, O]. Differentiable in x, a and b.
+
+    Raises: see lora_delta.
+    """
+    if a_ARI.ndim != 3 or b_ARO.ndim != 3 or a_ARI.shape[:2] != b_ARO.shape[:2]:
+        raise ValueError(f"a is {list(a_ARI.shape)} and b {list(b_ARO.shape)}: they must be [A, R, I] and [A, R, O]")
+    A, R, in_dim = a_ARI.shape
+    out_dim = b_ARO.shape[2]
+    if x_TI.ndim != 2 or x_TI.shape[1] != in_dim or segment_T.shape != x_TI.shape[:1]:
+        raise ValueError(
+            f"x is {list(x_TI.shape)} and segment_T {list(segment_T.shape)}: they must be [T, {in_dim}] and [T]"
+        )
+    if not jnp.issubdtype(segment_T.dtype, jnp.integer):
+        raise TypeError(f"segment_T must be integers, not {segment_T.dtype}")
+    scale_A = jnp.ones(A, _F32) if scale_A is None else jnp.asarray(scale_A, _F32)
+    rank_A = jnp.full(A, R, jnp.int32) if rank_A is None else jnp.asarray(rank_A, jnp.int32)
+    tokens = MIN_BLOCK if len(x_TI) < 4 * MIN_BLOCK * A else 4 * MIN_BLOCK
+    tile_rows = MIN_BLOCK if R <= MIN_BLOCK else 2 * MIN_BLOCK
+    plan = trace_plan(jnp.asarray(segment_T), rank_A, R, tokens, tile_rows)
+    row_R1 = jnp.arange(A * R, dtype=jnp.int32)[:, None]
+    rows = RankRows(row_R1[None], row_R1, jnp.repeat(scale_A, R)[None], None, (out_dim,))
+    return _run(x_TI, (a_ARI, b_ARO), rows, plan, None, (in_dim, out_dim), None, implementation, interpret)
+
+
+def _run(
+    x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array | None,
+    units: tuple[int, int], axis_name: str | None, implementation: str | None, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    check(x_TI, pools, rows, units)
+    shape = (len(x_TI), sum(rows.out_dims))
+    if y_TO is None:
+        y_TO = jnp.zeros(shape, _F32)
+    elif y_TO.shape != shape:
+        raise ValueError(f"y is {list(y_TO.shape)}: for this x and these outputs it must be {list(shape)}")
+    rows, plan = jax.tree.map(jnp.asarray, (rows, plan))
+    return _delta(_Options(units, axis_name, implementation, interpret), x_TI, pools, y_TO, rows, plan)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What does not change while a program runs."""
+
+    units: tuple[int, int]
+    axis_name: str | None
+    implementation: str | None
+    interpret: bool
+
+    def call(
+        self, x_TI: jax.Array, pools: Sequence[jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array, units: Any
+    ) -> jax.Array:
+        return dispatch.call(
+            "lora_delta", BACKENDS, x_TI, pools, rows, plan, y_TO, units=units, axis_name=self.axis_name,
+            implementation=self.implementation, interpret=self.interpret,
+        )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delta(
+    options: _Options, x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], y_TO: jax.Array, rows: RankRows, plan: Plan
+) -> jax.Array:
+    return options.call(x_TI, pools, rows, plan, y_TO, options.units)
+
+
+def _forward(options: _Options, x_TI: jax.Array, pools: Any, y_TO: jax.Array, rows: RankRows, plan: Plan) -> Any:
+    return _delta(options, x_TI, pools, y_TO, rows, plan), (x_TI, pools, rows, plan)
+
+
+def _backward(options: _Options, saved: Any, g_TO: jax.Array) -> Any:
+    """x's gradient is the same operation with A and B in each other's place, module after module."""
+    x_TI, pools, rows, plan = saved
+    h_TO = g_TO.astype(x_TI.dtype)
+    dx_TI = jnp.zeros(x_TI.shape, _F32)
+    units = options.units
+    for module, (start, end) in enumerate(itertools.pairwise(rows.out_starts)):
+        swapped = rows.swapped(module, units)
+        dx_TI = options.call(h_TO[:, start:end], pools[::-1], swapped, plan, dx_TI, units[::-1])
+    d_pools = pool_gradients(x_TI, h_TO, pools, rows, plan, units=units, axis_name=options.axis_name)
+    return dx_TI.astype(x_TI.dtype), d_pools, g_TO, None, None
+
+
+_delta.defvjp(_forward, _backward)

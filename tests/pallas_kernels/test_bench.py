@@ -1,0 +1,88 @@
+"""`python -m pallas_kernels.bench` on a CPU: everything runs in the interpreter, is right, and is written down."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.bench import attention_times, correctness
+from pallas_kernels.bench.__main__ import main
+from pallas_kernels.bench.decode_step import LLAMA_3_8B
+from pallas_kernels.bench.loras import make_batch, tokens_of_adapters
+from pallas_kernels.bench.report import Result, markdown
+from pallas_kernels.bench.timing import Clock
+
+
+def test_the_whole_script(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
+    assert main(["--device", "cpu", *files]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["platform"] == "cpu"
+    by_section = {}
+    for row in report["results"]:
+        assert row["right"], row
+        assert not row["note"], row
+        by_section.setdefault(row["section"], set()).add(row["implementation"])
+    ours = {"triton", "xla"}
+    assert ours < by_section["correct"]
+    assert by_section["lora, one layer"] >= ours | {"xla gather-BMM", "xla ragged_dot", "xla one-hot", "xla loop"}
+    assert by_section["attention, one layer"] >= ours | {"jax.nn.dot_product_attention, xla"}
+    assert len([row for row in report["results"] if row["section"] == "decode step"]) == 2
+    table = (tmp_path / "out.md").read_text()
+    assert table in capsys.readouterr().out
+    assert "| yes | triton | attention, smollm2-135m, bfloat16 |" in table
+    assert "say nothing of any device" in table
+
+
+def test_a_wrong_kernel_is_reported(monkeypatch, capsys):
+    monkeypatch.setitem(correctness.LIMITS, "bfloat16", 1e-9)
+    assert main(["--device", "cpu", "--sections", "correct"]) == 1
+    captured = capsys.readouterr()
+    assert "**NO**" in captured.out
+    assert "WRONG: triton, attention" in captured.err
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(capsys):
+    assert main(["--device", "gpu"]) == 2
+    assert "the default device is a cpu" in capsys.readouterr().err
+
+
+def test_unknown_sections_are_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--sections", "lora,speed"])
+    assert "no section speed" in capsys.readouterr().err
+
+
+def test_nothing_is_begun_after_the_deadline():
+    clock = Clock(1 << 16, 1, 1, deadline=0.0)
+    results = list(attention_times.attention_times(clock, attention_times.TINY, interpret=True))
+    assert {result.note for result in results} == {"no time left"}
+
+
+def test_nan_is_not_right():
+    assert not Result("correct", "a", "triton", error=float("nan"), limit=1.0).right
+    assert "**NO**" in markdown([Result("correct", "a", "triton", error=float("nan"), limit=1.0)], {})
+
+
+@pytest.mark.parametrize(
+    ("mix", "tokens", "adapters"),
+    [("identical", 64, 1), ("uniform", 64, 8), ("skewed", 64, 9), ("distinct", 64, 64), ("uniform", 1, 1)],
+)
+def test_mixes(mix, tokens, adapters):
+    adapter_T = tokens_of_adapters(mix, tokens)
+    assert len(set(adapter_T.tolist())) == adapters
+    assert sorted(adapter_T) == adapter_T.tolist()
+    counts = np.bincount(adapter_T)
+    assert (counts.max() == counts.min()) == (mix != "skewed")
+
+
+def test_floors():
+    """The bytes of 64 tokens of rank 16, 4096 to 4096, y as float32 read and written."""
+    for mix, adapters in (("distinct", 64), ("uniform", 8), ("identical", 1)):
+        batch = make_batch(tokens_of_adapters(mix, 64), (16,), 4096, 4096, 1024, layers=1, dtype=jnp.bfloat16)
+        moved = 2 * (64 * (4096 + 16) + adapters * 4096 * 16 + 64 * 16 + adapters * 16 * 4096)
+        assert batch.floor_bytes == moved + 2 * 4 * 64 * 4096
+    assert LLAMA_3_8B.weight_bytes == 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)

@@ -1,0 +1,196 @@
+"""lora_delta of every implementation, interpreted, against the oracle: segments, ranks, types, weighted mixes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multilora_jax.bench.mixes import MIXES, segments
+from pallas_kernels.dispatch import H200, assume_device
+from pallas_kernels.segmented_lora import SegmentShape, lora_delta, make_plan, pallas_triton
+from tests.pallas_kernels.pool_problem import SHORT, TRACES, PoolProblem, run_delta
+
+IMPLEMENTATIONS = ["xla", "triton"]
+BOTH = (SegmentShape(24, 48), SegmentShape(4, 8, block_tokens=32, tile_rows=32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("mix", MIXES)
+def test_segment_mixes(mix, implementation):
+    """One bucket for all: short segments in blocks of 16, those of 12 tokens on in blocks of 32."""
+    adapter_T = np.random.default_rng(0).permutation(segments(mix, 24))
+    ranks = [(1, 8, 16, 3)[i % 4] for i in range(24)]
+    PoolProblem(ranks, adapter_T, num_rows=192).check(implementation, BOTH, long_segment=12)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_types_and_pools_of_bits(dtype, implementation):
+    adapter_T = np.array([0, 1, -1, 2, 2, 0, -1, 3, 1])
+    PoolProblem([8, 1, 3, 16], adapter_T, dtype=dtype).check(implementation)
+    PoolProblem([8, 1, 3, 16], adapter_T, dtype=dtype, as_bits=True).check(implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ranks_from_1_to_128(implementation):
+    ranks = [1, 64, 128, 2, 33, 0, 16]
+    adapter_T = np.random.default_rng(1).integers(-1, len(ranks), 20)
+    PoolProblem(ranks, adapter_T, out_dims=(64,), num_rows=256).check(implementation, (SegmentShape(8, 32),))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("in_dim", "out_dims", "unit"), [(192, (576,), 192), (96, (32, 64), 16), (16, (48, 48), 16), (256, (256,), 64)]
+)
+def test_widths(in_dim, out_dims, unit, implementation):
+    adapter_T = np.array([0, 1, 0, -1, 1, 1])
+    PoolProblem([4, 17], adapter_T, in_dim=in_dim, out_dims=out_dims, unit=unit).check(implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_modules_without_some_of_the_rows(implementation):
+    """The rank differs by module, down to 0; with a bias row after the rows of the largest."""
+    ranks = [[4, 0, 20], [0, 0, 8], [4, 3, 1]]
+    adapter_T = np.array([0, 1, 2, 2, -1, 1, 0, 2])
+    PoolProblem(ranks, adapter_T).check(implementation)
+    PoolProblem(ranks, adapter_T, const=True).check(implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weighted_mixes(implementation):
+    mix_TX = np.zeros((20, 4), np.float32)
+    mix_TX[0, 0], mix_TX[1] = 1, (0.5, -2, 0, 0.25)
+    mix_TX[2], mix_TX[3], mix_TX[5] = (0, 1, 1, 0), (0, 0.125, 3, 0), (1, 1, 1, 1)
+    mix_TX[7:] = np.where(np.random.default_rng(0).random((13, 4)) < 0.5, 0, 1.5)
+    PoolProblem([5, 1, 33, 16], mix_TX=mix_TX, const=True).check(implementation, (SegmentShape(16, 96),))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("adapter_T", [[-1] * 20, [0] + [-1] * 19, [-1] * 19 + [2], [1] * 20])
+def test_empty_and_single_token_segments(adapter_T, implementation):
+    PoolProblem([8, 1, 3], adapter_T).check(implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_a_token_holds_stays_its_own(implementation):
+    problem = PoolProblem([4, 8], [0, 1, -1, 1], out_dims=(32,))
+    plan = jax.tree.map(jnp.asarray, problem.plan(SHORT))
+
+    def run():
+        return np.asarray(run_delta(
+            problem.x_TI, problem.pool, problem.rank_rows(), plan, problem.y_TO, unit=32,
+            implementation=implementation, interpret=True,
+        ))  # fmt: skip
+
+    clean = run()
+    problem.x_TI[1] = np.inf
+    dirty = run()
+    np.testing.assert_array_equal(dirty[[0, 2, 3]], clean[[0, 2, 3]])
+    assert not np.isfinite(dirty[1]).any()
+
+
+@settings(max_examples=30)
+@given(data=st.data(), ranks=st.lists(st.integers(0, 40), min_size=4, max_size=4), const=st.booleans())
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_anything(data, ranks, const, implementation):
+    """Batches of one bucket: nothing is compiled after the first."""
+    weights = st.sampled_from([0, 0, 1, 0.5, -2])
+    shape = (SegmentShape(20, 96, tile_rows=32),)
+    mix_TX = data.draw(st.lists(st.lists(weights, min_size=4, max_size=4), min_size=12, max_size=12))
+    PoolProblem(ranks, mix_TX=mix_TX, const=const, num_rows=192, seed=sum(ranks)).check(implementation, shape)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_batch_of_a_bucket_recompiles(implementation):
+    before = len(TRACES)
+    for ranks, seed in (([1, 2, 3], 0), ([30, 30, 30], 1), ([0, 0, 1], 2), ([16, 40, 7], 3)):
+        adapter_T = np.random.default_rng(seed).integers(-1, 3, 19)
+        PoolProblem(ranks, adapter_T, in_dim=32).check(implementation)
+    assert len(TRACES) == before + 1
+
+
+def test_a_sharded_input_and_output():
+    """Two shards, each with its half of every rank row: one sum of the projections."""
+    problem = PoolProblem([4, 8, 3], [0, 1, -1, 1, 0, 2], in_dim=64, out_dims=(64,), unit=32)
+    plan, rows = jax.tree.map(jnp.asarray, problem.plan(SHORT)), problem.rank_rows()
+    pool = jnp.stack(jnp.split(problem.pool, 2, 1))  # half of every unit
+    x = problem.x_TI.reshape(6, 2, 2, 16).transpose(2, 0, 1, 3).reshape(2, 6, 32)
+    y = problem.y_TO.reshape(6, 2, 2, 16).transpose(2, 0, 1, 3).reshape(2, 6, 32)
+    rows.out_dims = (32,)
+    wanted, bound = problem.wanted()
+
+    def check(parts):
+        got = np.asarray(jnp.stack(parts)).reshape(2, 6, 2, 16).transpose(1, 2, 0, 3).reshape(6, 64)
+        assert np.all(np.abs(got - wanted) <= 2 * bound)
+
+    def shard(x, pool, y):
+        return lora_delta(x, pool, rows, plan, y, unit=16, axis_name="model", implementation="xla")
+
+    check(list(jax.vmap(shard, axis_name="model")(x, pool, y)))
+    # The kernels' own halves, with the sum between them done by hand.
+    [part] = plan
+    shrink = functools.partial(pallas_triton.shrink, unit=16, interpret=True)
+    s = sum(shrink(x[i], pool[i], rows.units_a_MRU, part).sum(0, keepdims=True) for i in range(2))
+    expand = functools.partial(pallas_triton.expand, unit=16, dtype=x.dtype, interpret=True)
+    check([expand(jnp.asarray(s), pool[i], rows, part, y[i]) for i in range(2)])
+
+
+def test_bad_arguments_are_named():
+    problem = PoolProblem([4], [0, -1])
+    rows, plan = problem.rank_rows(), problem.plan(SHORT)
+    x, pool = jnp.asarray(problem.x_TI), problem.pool
+    with pytest.raises(ValueError, match="units of 24 divide not both"):
+        lora_delta(x, pool, rows, plan, unit=24)
+    with pytest.raises(TypeError, match="the pool is float32: it must have x's type, bfloat16"):
+        lora_delta(x.astype(jnp.bfloat16), pool, rows, plan, unit=32)
+    with pytest.raises(TypeError, match=r"x must be float\[T, I\], not int32"):
+        lora_delta(x.astype(jnp.int32), pool, rows, plan, unit=32)
+    with pytest.raises(ValueError, match=r"units_a_MRU is \[3, 96, 2\]: .* must be \[3, 96, 1\]"):
+        lora_delta(x[:, :32], pool, rows, plan, unit=32)
+    with pytest.raises(ValueError, match=r"y is \[2, 64\]"):
+        lora_delta(x, pool, rows, plan, jnp.zeros((2, 64)), unit=32)
+    with pytest.raises(NotImplementedError, match="need an NVIDIA GPU"):
+        lora_delta(x, pool, rows, plan, unit=32, implementation="triton")
+    with pytest.raises(ValueError, match="no implementation 'cuda'"):
+        lora_delta(x, pool, rows, plan, unit=32, implementation="cuda")
+
+
+def test_units_that_no_kernel_takes_fall_through_to_xla():
+    problem = PoolProblem([4], [0, -1], in_dim=24, out_dims=(12,), unit=12)
+    problem.check(None)
+    with pytest.raises(NotImplementedError, match="units of 12 elements"):
+        problem.check("triton")
+
+
+def test_plans_refuse_what_does_not_fit():
+    with pytest.raises(
+        ValueError, match="needs 2 blocks of 16 tokens and 3 tiles of 16 rows, and the shape has 2 and 2"
+    ):
+        make_plan(np.array([0, 20]), np.array([20, 4]), (SegmentShape(2, 2),), adapter_T=np.array([0, 1]))
+    with pytest.raises(ValueError, match=r"outside of -1 .. 0"):
+        make_plan(np.array([0]), np.array([4]), SHORT, adapter_T=np.array([1]))
+    with pytest.raises(ValueError, match="either adapter_T or mix_TX"):
+        make_plan(np.array([0]), np.array([4]), SHORT)
+    with pytest.raises(ValueError, match=r"must be \[T, 2\]"):
+        make_plan(np.array([0, 4]), np.array([4, 4]), SHORT, mix_TX=np.ones((3, 1)))
+    with pytest.raises(ValueError, match="tile_rows is 24"):
+        SegmentShape(1, 1, tile_rows=24)
+
+
+def test_the_device_decides():
+    """On an H200 a kernel is traced, elsewhere XLA's products."""
+    problem = PoolProblem([4], [0, -1])
+
+    def names():
+        jaxpr = jax.make_jaxpr(lambda x: lora_delta(x, problem.pool, problem.rank_rows(), problem.plan(SHORT), unit=32))
+        return str(jaxpr(jnp.asarray(problem.x_TI)))
+
+    assert "pallas_call" not in names()
+    with assume_device(H200):
+        assert "pallas_call" in names()
