@@ -23,6 +23,7 @@ class Characters(Tokenizer):
         return [int(character) for character in text]
 
 
+@pytest.mark.slow  # compiles three engines of every shape
 def test_rows_of_all_weights_with_and_without_an_adapter(run_tiny, narrow_engines, tmp_path, monkeypatch, capsys):
     out, picture, text = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "text.txt"
     text.write_text("A short text. " * 9, encoding="utf-8")
