@@ -47,10 +47,13 @@ async def test_a_full_queue_is_429_with_retry_after(make_server, path, stream):
 async def test_a_request_of_several_prompts_is_refused_whole(make_server):
     server = make_server(max_num_seqs=1, max_queued_requests=1)
     server.engine.gate.clear()
+    first = asyncio.create_task(server.post(PATHS[0], body(PATHS[0], max_tokens=2)))
+    await wait_for(lambda: len(server.engine.requests) == 1)
     call = asyncio.create_task(server.post(PATHS[0], {"model": "base", "prompt": ["a", "b", "c", "d"]}))
-    await wait_for(lambda: len(server.engine.requests) + server.async_engine._commands.qsize() == 4)
+    await wait_for(lambda: server.async_engine._commands.qsize() == 4)
     server.engine.gate.set()
     assert (await call).status_code == 429
+    assert (await first).status_code == 200
     await wait_for(lambda: not server.engine.requests)
     assert server.async_engine.num_live_requests == 0
 
