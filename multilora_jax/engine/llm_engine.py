@@ -292,10 +292,12 @@ class LLMEngine:
         with self._books:
             failed = self._fail_sequences()
             self.runner.write_pages(self.adapters.before_step())
+            transfers = self.adapters.transfers
             if self.scheduler.num_running:
-                self.runner.stage(*self.adapters.transfers.to_stage(), self.cache.pages_of)
+                self.runner.stage(*transfers.to_stage(), self.cache.pages_of, transfers.empty_seats)
             plan = self.scheduler.schedule()
             if plan is not None:
+                plan.ahead = transfers.to_stage()[1] if plan.after_idle else []
                 self._launched = LaunchedStep(plan, *self.runner.execute(plan, self.cache.pages_of), start)
         return failed
 
@@ -324,8 +326,7 @@ class LLMEngine:
         """A snapshot of counters and gauges; call it between steps."""
         with self._books:
             s = self._stats
-            sequences = (state.seq for state in self._requests.values())
-            s.read(self.scheduler, self.allocator, self.prefix, sequences)
+            s.read(self.scheduler, self.allocator, self.prefix, (state.seq for state in self._requests.values()))
             self.adapters.fill(s)
             s.adapter_load_bytes = self.runner.loaded_bytes
             s.compilations = self.runner.num_compilations - self._compiled_at_warm_up

@@ -185,9 +185,9 @@ class ModelRunner:
         pages = [np.asarray(program(self.pool, np.int32(page_id))) for page_id in page_ids]
         return np.stack(pages).reshape(len(page_ids), g.num_layers, g.tp, -1)
 
-    def stage(self, active: list[Adapter], wanted: list[Adapter], pages_of: PagesOf) -> None:
+    def stage(self, active: list[Adapter], wanted: list[Adapter], pages_of: PagesOf, empty_seats: float) -> None:
         """Prepares for adapters that later steps will use; see RowBuffers.stage."""
-        self.rows.stage(active, wanted, self.pool, pages_of, spent_s=self._written_s)
+        self.rows.stage(active, wanted, self.pool, pages_of, empty_seats=empty_seats, spent_s=self._written_s)
 
     def execute(self, step: ScheduledStep, pages_of: PagesOf) -> tuple[BuiltBatch, StepOutput]:
         """Runs a step; the result is on its way when this returns.
@@ -196,7 +196,9 @@ class ModelRunner:
             step: from the scheduler.
             pages_of: page ids of a resident adapter.
         """
-        plan = self.rows.activate(step.adapters, self.pool, pages_of, after_idle=step.after_idle)
+        plan = self.rows.activate(
+            step.adapters, self.pool, pages_of, ahead=step.ahead, after_idle=step.after_idle
+        )  # fmt: skip
         shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.plain_shapes(plan.bucket)
         built = build_batch(
             step, shapes, self.spec, self.width, num_slots(plan.bucket),

@@ -127,19 +127,20 @@ class RankRows:
         self._too_large = self._too_large + 1 if fitting < self.bucket else 0
         return fitting if fitting > self.bucket or self._too_large > SHRINK_PATIENCE else self.bucket
 
-    def plan(self, adapters: list[Any], *, after_idle: bool = False) -> RowPlan:
+    def plan(self, adapters: list[Any], *, ahead: Iterable[Any] = (), after_idle: bool = False) -> RowPlan:
         """Makes room for the adapters of a step, which begins now, and says what must be copied.
 
         Args:
+            ahead: those that are expected beside them soon; fresh buffers have room for all.
             after_idle: nothing ran before it. Then buffers twice as large as it needs are given up at once: copying
                 its adapters again takes less than a few steps with so many rows.
         """
         if not adapters:
             return RowPlan(0)
-        fitting = self.bucket_for(adapters)
-        rebuild = fitting > self.bucket or (after_idle and 2 * fitting <= self.bucket)
+        soon = self.bucket_for(list(dict.fromkeys((*adapters, *ahead))))
+        rebuild = self.bucket_for(adapters) > self.bucket or (after_idle and 2 * soon <= self.bucket)
         if rebuild:
-            self.reset(fitting)
+            self.reset(soon)
         self.place(adapters, adapters)
         for adapter in adapters:  # most recently used last
             self._blocks[adapter] = self._blocks.pop(adapter)

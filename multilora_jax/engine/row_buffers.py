@@ -9,7 +9,7 @@ have long been too large) into new ones beside the old; `activate` then finds th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,6 +28,9 @@ PagesOf = Callable[[Adapter], list[int]]
 
 STAGE_SHARE = 0.125
 """Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
+
+MOST_STAGE_SHARE = 0.4
+"""The same where as large a share of the seats stands empty for it: then staging faster is worth slower steps."""
 
 _KEEP = 0.9  # of the moving average of a step's time
 
@@ -127,7 +130,13 @@ class RowBuffers:
             side.rank_rows.forget(adapter)
 
     def activate(
-        self, adapters: list[Adapter], pool: jax.Array, pages_of: PagesOf, *, after_idle: bool = False
+        self,
+        adapters: list[Adapter],
+        pool: jax.Array,
+        pages_of: PagesOf,
+        *,
+        ahead: Iterable[Adapter] = (),
+        after_idle: bool = False,
     ) -> RowPlan:
         """Brings in whatever the adapters of a step still lack and the tables up to date.
 
@@ -135,10 +144,10 @@ class RowBuffers:
             adapters: distinct ones, resident.
             pool: uint[L, P, E].
             pages_of: page ids of a resident adapter.
-            after_idle: see RankRows.plan.
+            ahead, after_idle: see RankRows.plan.
         """
         now = self._now
-        plan = now.rank_rows.plan(adapters, after_idle=after_idle)
+        plan = now.rank_rows.plan(adapters, ahead=ahead, after_idle=after_idle)
         if plan.rebuild:
             # The old buffers go before the new ones are made.
             now.layers, now.attention, self._next = [], None, None
@@ -196,20 +205,29 @@ class RowBuffers:
         self._step_s = _KEEP * self._step_s + (1 - _KEEP) * seconds if self._step_s else seconds
 
     def stage(
-        self, active: list[Adapter], wanted: list[Adapter], pool: jax.Array, pages_of: PagesOf, *, spent_s: float = 0.0
+        self,
+        active: list[Adapter],
+        wanted: list[Adapter],
+        pool: jax.Array,
+        pages_of: PagesOf,
+        *,
+        empty_seats: float = 0.0,
+        spent_s: float = 0.0,
     ) -> None:
-        """Copies some of what steps to come will need: as much as STAGE_SHARE of a step's time allows.
+        """Copies some of what steps to come will need: as much as its share of a step's time allows.
 
         Args:
             active: adapters of the running sequences.
             wanted: resident adapters of sequences that wait, the most urgent first; they fit beside the active ones.
+            empty_seats: share of the seats that stand empty while sequences wait.
             spent_s: what else the coming step has to wait for, of the same share.
         """
         self._fresh = set()
         both = list(dict.fromkeys((*active, *wanted)))
         if not both:
             return
-        target, whole_s = self._now.rank_rows.target(both), STAGE_SHARE * self._step_s
+        target = self._now.rank_rows.target(both)
+        whole_s = min(max(STAGE_SHARE, empty_seats), MOST_STAGE_SHARE) * self._step_s
         left_s = whole_s - spent_s
         side = self._now
         if target != self._now.rank_rows.bucket:

@@ -126,6 +126,7 @@ class ScheduledStep:
         proposals: of some of the decodes: tokens that may follow the pending one, run in further decode rows.
         prefills: (sequence, n): its next n pending tokens, more than one pending.
         adapters: the distinct adapters of those, all resident; the order changes as little as possible between steps.
+        ahead: after an idle time: resident adapters that steps to come will want besides.
         preempted: sequences that lost their pages while this step was planned; none of them is in it.
         after_idle: no sequence ran before it.
     """
@@ -134,6 +135,7 @@ class ScheduledStep:
     proposals: dict[Sequence, list[int]] = field(default_factory=dict)
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     adapters: list[Any] = field(default_factory=list)
+    ahead: list[Any] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     after_idle: bool = False
 

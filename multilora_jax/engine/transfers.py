@@ -127,6 +127,12 @@ class AdapterTransfers:
             self._pages = {adapter: pages for adapter, pages in self._pages.items() if cache.is_loading(adapter)}
         return copies
 
+    @property
+    def empty_seats(self) -> float:
+        """Share of the seats that stand empty while sequences wait."""
+        scheduler = self._scheduler
+        return min(scheduler.num_free_seats, scheduler.num_waiting) / scheduler.config.max_num_seqs
+
     def to_stage(self) -> tuple[list[Any], list[Any]]:
         """The adapters of the running sequences, and those in the pool that the next ones to start will add."""
         scheduler, active, wanted = self._scheduler, self._scheduler.active, dict[Any, None]()

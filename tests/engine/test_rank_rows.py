@@ -108,6 +108,19 @@ def test_buffers_far_too_large_go_when_nothing_ran():
     assert not rows.holds(b)
 
 
+def test_fresh_buffers_have_room_for_who_is_expected():
+    a, b, c = Adapter(8), Adapter(40), Adapter(64)
+    rows = RankRows([16, 64, 128], LAYERS)
+    first = rows.plan([a], ahead=[a, b], after_idle=True)
+    assert (first.bucket, [copy[0] for copy in first.copies]) == (64, [a])  # room alone: nothing of b is copied yet
+    assert not rows.plan([a, b]).rebuild
+    assert not rows.plan([a], ahead=[c], after_idle=True).rebuild  # too small for c, which is not in the step
+    assert rows.plan([b], ahead=[a, c], after_idle=True).bucket == 64
+    assert rows.plan([b, c], ahead=[a], after_idle=True).bucket == 128
+    kept = rows.plan([a], ahead=[b, c], after_idle=True)
+    assert (kept.bucket, kept.rebuild) == (128, False)  # too large for a alone, but not for long
+
+
 def test_rows_stay_where_they_are_from_step_to_step():
     a, b, c = Adapter(8), Adapter(3), Adapter(16)
     buffers = Buffers(RankRows([16, 64], LAYERS))

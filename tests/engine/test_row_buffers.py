@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from multilora_jax.engine.rank_rows import SHRINK_PATIENCE
-from multilora_jax.engine.row_buffers import STAGE_SHARE
+from multilora_jax.engine.row_buffers import MOST_STAGE_SHARE, STAGE_SHARE
 from multilora_jax.request import LoRARequest
 from tests.engine.row_watch import LARGE, PROMPT, Watch, allow, alone, as_new, take, three_sizes
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_adapter, run_all
@@ -155,6 +155,15 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
         # What pages written before the step took is of the same share.
         rows.stage([], adapters, engine.runner.pool, lambda adapter: [], spent_s=spent * STAGE_SHARE)
         assert len(copied) == blocks
+    # And more of it where seats stand empty, within bounds.
+    rows._step_s = 0.0
+    rows.saw_step(2.0)
+    for empty, blocks in ((0.1, 2), (0.25, 4), (0.9, math.ceil(2 * MOST_STAGE_SHARE / STAGE_SHARE))):
+        copied.clear()
+        rows.rank_rows.reset(64)
+        rows.stage([], adapters, engine.runner.pool, lambda adapter: [], empty_seats=empty)
+        assert len(copied) == blocks
+    rows._step_s = 1.0
     rows.saw_step(9.0)
     assert 0.5 < rows._step_s < 2  # one slow step says little
     for _ in range(100):

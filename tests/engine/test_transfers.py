@@ -88,6 +88,20 @@ def test_rows_are_staged_for_as_many_as_will_find_a_seat_soon():
     bench.drain()
 
 
+def test_seats_count_as_empty_while_somebody_waits():
+    bench = Bench(max_num_seqs=4, max_rank_rows=2 * 8)
+    a, b, c = fakes("abc", 1)
+    assert bench.transfers.empty_seats == 0
+    for name, adapter in [("0", a), ("1", b), ("2", c)]:
+        bench.add(name, output=5, adapter=adapter)
+    bench.step()
+    assert (bench.queue(), bench.transfers.empty_seats) == (["2"], 1 / 4)  # two seats, but one that waits
+    bench.add("3", output=5, adapter=c)
+    bench.add("4", output=5, adapter=c)
+    assert bench.transfers.empty_seats == 2 / 4
+    bench.drain()
+
+
 def test_lookahead_bounds_what_is_brought_in():
     bench = Bench(max_num_seqs=1, lookahead=3)
     for i in range(6):
