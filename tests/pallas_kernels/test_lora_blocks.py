@@ -19,7 +19,7 @@ from pallas_kernels.segmented_lora import (
     lora_expand,
 )
 from pallas_kernels.segmented_lora.xla import ROWS_OF_A_TURN
-from pallas_kernels.segmented_lora.xla_blocks import BLOCK_ROWS, users_of_a_round
+from pallas_kernels.segmented_lora.xla_blocks import BLOCK_ROWS, TURN_BLOCKS, TURN_USERS, users_of_a_round
 
 
 class Problem:
@@ -130,6 +130,19 @@ def test_nobody_uses_anything():
     problem = Problem([8, 8], np.zeros((4, 2)), 16, (16,))
     assert int(BlockUsers.of(jnp.asarray(problem.mix_RT)).num_rounds) == 0
     problem.check(True)
+
+
+@pytest.mark.parametrize("features_first", [True, False])
+@pytest.mark.parametrize("shared", [2, 9, 33])
+def test_blocks_with_more_users_than_a_round_takes_have_turns(shared, features_first):
+    """One adapter of many tokens beside 31 with one each: a turn has four blocks, and eight users of each."""
+    adapter_T = np.random.default_rng(shared).permutation([0] * shared + list(range(1, 32)))
+    problem = Problem([16] + [8] * 31, one_each(adapter_T, 32), 32, (16, 24))
+    users = BlockUsers.of(jnp.asarray(problem.mix_RT))
+    of_a_round = users_of_a_round(35, len(adapter_T))
+    pieces = 2 * -(-shared // TURN_USERS) if shared > of_a_round else 0
+    assert (int(users.num_rounds), int(users.num_turns)) == (1, -(-pieces // TURN_BLOCKS))
+    problem.check(features_first)
 
 
 @pytest.mark.parametrize("features_first", [True, False])
