@@ -27,7 +27,7 @@ BLOCKS_FROM = 256
 2 times with 512 rows and 32 tokens, 1.2 to 1.4 times with 128 rows; with 64 rows dense products are faster."""
 
 
-TURN_BLOCKS, TURN_USERS = 4, 8
+TURN_BLOCKS, TURN_USERS = 4, 16
 """Blocks that a turn gathers, and users of each."""
 
 

@@ -135,7 +135,7 @@ def test_nobody_uses_anything():
 @pytest.mark.parametrize("features_first", [True, False])
 @pytest.mark.parametrize("shared", [2, 9, 33])
 def test_blocks_with_more_users_than_a_round_takes_have_turns(shared, features_first):
-    """One adapter of many tokens beside 31 with one each: a turn has four blocks, and eight users of each."""
+    """One adapter of many tokens beside 31 with one each."""
     adapter_T = np.random.default_rng(shared).permutation([0] * shared + list(range(1, 32)))
     problem = Problem([16] + [8] * 31, one_each(adapter_T, 32), 32, (16, 24))
     users = BlockUsers.of(jnp.asarray(problem.mix_RT))
