@@ -87,6 +87,14 @@ class AdapterCalls:
         """Make an adapter selectable without reading it: the first request that names it does that."""
         return await self._call(self.engine.register_lora, lora_request)
 
+    async def examine_lora(self, path: str) -> Adapter:
+        """What `add_lora` would make of a folder, which it checks in the same way; nothing is registered or kept.
+
+        Raises:
+            UserError: what add_lora would raise for it.
+        """
+        return await self._call(self.engine.adapters.registry.examine, path)
+
     async def add_adapter(
         self,
         name: str,

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from multilora_jax.config_api import ApiConfig
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_values import (
@@ -31,7 +32,7 @@ from multilora_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(ApiConfig):
     """Everything the engine and the server need to start. Only `model` has no default.
 
     `describe_keys()` gives each key's meaning, unit and range.

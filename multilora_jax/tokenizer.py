@@ -119,6 +119,11 @@ class Tokenizer:
         return self._chat_templates.get("default")
 
     @property
+    def tool_template(self) -> str | None:
+        """The one that the tokenizer has for conversations with tools, None where it has none of its own for them."""
+        return self._chat_templates.get("tool_use")
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out of a text."""
         return self._special_ids

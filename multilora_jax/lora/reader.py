@@ -140,6 +140,10 @@ class AdapterReader:
         finally:
             del job  # the error's traceback refers to this frame
 
+    def examine(self, adapter: Adapter, check: Check | None = None) -> None:
+        """Reads and checks an adapter as `load` does, on the caller's thread, and keeps its pages nowhere."""
+        self._read(adapter, check)
+
     def add(self, adapter: Adapter, weights: AdapterWeights, check: Check | None = None) -> None:
         """Takes an adapter from memory, on the caller's thread, into the host tier, where it is kept.
 

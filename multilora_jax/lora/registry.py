@@ -126,6 +126,13 @@ class AdapterRegistry:
         with self._name_lock(request.lora_name):
             return self._load(request, trusted, check)
 
+    def examine(self, path: str) -> Adapter:
+        """An adapter as `load` would make it, under no name and kept nowhere; raises as `load`."""
+        folder = self._folders.real_folder(path)
+        adapter = Adapter(os.path.basename(folder), 0, os.path.abspath(path), folder)
+        self._reader.examine(adapter, self._check)
+        return adapter
+
     def add(self, name: str, int_id: int | None, weights: AdapterWeights, *, load_inplace: bool = False) -> Adapter:
         """Registers an adapter from memory; its pages are never evicted from the host tier.
 

@@ -1,4 +1,4 @@
-"""The bodies of the routes that load, unload and pin adapters."""
+"""The bodies of the routes that load, unload, pin and check adapters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ class AdapterBody(Body):
         return name
 
 
-class LoadBody(AdapterBody):
-    """POST /v1/load_lora_adapter."""
+class PathBody(Body):
+    """POST /v1/validate_lora_adapter."""
 
     lora_path: str
-    load_inplace: bool = False
-    pinned: bool = False
 
     @field_validator("lora_path")
     @classmethod
@@ -34,3 +32,10 @@ class LoadBody(AdapterBody):
         if not path.strip():
             raise UserError("lora_path is empty", reason="empty_lora_path", param="lora_path")
         return path
+
+
+class LoadBody(AdapterBody, PathBody):
+    """POST /v1/load_lora_adapter."""
+
+    load_inplace: bool = False
+    pinned: bool = False

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.request import LoRARequest
+from multilora_jax.server import answer_schemas
 from multilora_jax.server.adapter_protocol import AdapterBody, LoadBody
 from multilora_jax.server.auth import require_admin
 from multilora_jax.server.context import ServerContext
@@ -35,15 +36,15 @@ management = APIRouter(dependencies=[Depends(require_admin)])
 Answer = dict[str, Any]
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses={200: {"model": answer_schemas.ModelList}})
 async def list_models(request: Request) -> Answer:
     """The base and every adapter that a request may name."""
     context: ServerContext = request.app.state.context
-    cards = await _cards(context, context.engine.list_loras())
+    cards = await cards_of(context, context.engine.list_loras())
     return {"object": "list", "data": [_base_card(context), *cards]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses={200: {"model": answer_schemas.ModelCard}})
 async def show_model(name: str, request: Request) -> Answer:
     """The card of the base or of one adapter."""
     context: ServerContext = request.app.state.context
@@ -53,7 +54,7 @@ async def show_model(name: str, request: Request) -> Answer:
     return await _card_of(context, target.name)
 
 
-@management.post("/v1/load_lora_adapter")
+@management.post("/v1/load_lora_adapter", responses={200: {"model": answer_schemas.ModelCard}})
 async def load_lora_adapter(body: LoadBody, request: Request) -> Answer:
     """Load an adapter from a folder of this machine and answer with its model card.
 
@@ -80,11 +81,11 @@ async def load_lora_adapter(body: LoadBody, request: Request) -> Answer:
         adapter.name, "replaced" if replaced else "loaded", adapter.rank, (adapter.digest or "")[:12],
         adapter.path, seconds,
     )  # fmt: skip
-    [card] = await _cards(context, [adapter])
+    [card] = await cards_of(context, [adapter])
     return card
 
 
-@management.post("/v1/unload_lora_adapter")
+@management.post("/v1/unload_lora_adapter", responses={200: {"model": answer_schemas.Unloaded}})
 async def unload_lora_adapter(body: AdapterBody, request: Request) -> Answer:
     """Withdraw an adapter at once and answer when no request runs on it any more, or after UNLOAD_WAIT_S."""
     context: ServerContext = request.app.state.context
@@ -94,7 +95,7 @@ async def unload_lora_adapter(body: AdapterBody, request: Request) -> Answer:
     return {"id": body.lora_name, "object": "model", "deleted": True, "requests_draining": draining}
 
 
-@management.post("/v1/pin_lora_adapter")
+@management.post("/v1/pin_lora_adapter", responses={200: {"model": answer_schemas.ModelCard}})
 async def pin_lora_adapter(body: AdapterBody, request: Request) -> Answer:
     """Keep an adapter in the pool until it is unpinned or unloaded, and answer with its model card."""
     context: ServerContext = request.app.state.context
@@ -104,7 +105,7 @@ async def pin_lora_adapter(body: AdapterBody, request: Request) -> Answer:
     return await _card_of(context, body.lora_name)
 
 
-@management.post("/v1/unpin_lora_adapter")
+@management.post("/v1/unpin_lora_adapter", responses={200: {"model": answer_schemas.ModelCard}})
 async def unpin_lora_adapter(body: AdapterBody, request: Request) -> Answer:
     """Let an adapter leave the pool again when others need the room, and answer with its model card."""
     context: ServerContext = request.app.state.context
@@ -114,13 +115,13 @@ async def unpin_lora_adapter(body: AdapterBody, request: Request) -> Answer:
     return await _card_of(context, body.lora_name)
 
 
-@management.post("/load_lora_adapter")
+@management.post("/load_lora_adapter", responses={200: {"model": answer_schemas.SGLangAnswer}})
 async def load_lora_adapter_as_sglang(body: LoadBody, request: Request) -> JSONResponse:
     """SGLang's name for /v1/load_lora_adapter."""
     return await _as_sglang(request, load_lora_adapter(body, request))
 
 
-@management.post("/unload_lora_adapter")
+@management.post("/unload_lora_adapter", responses={200: {"model": answer_schemas.SGLangAnswer}})
 async def unload_lora_adapter_as_sglang(body: AdapterBody, request: Request) -> JSONResponse:
     """SGLang's name for /v1/unload_lora_adapter."""
     return await _as_sglang(request, unload_lora_adapter(body, request))
@@ -172,12 +173,12 @@ def _base_card(context: ServerContext) -> Answer:
 async def _card_of(context: ServerContext, name: str) -> Answer:
     for adapter in context.engine.list_loras():
         if adapter.name == name:
-            [card] = await _cards(context, [adapter])
+            [card] = await cards_of(context, [adapter])
             return card
     raise NotFoundError(f"the adapter {name!r} was just unloaded", reason="unknown_adapter", param="model")
 
 
-async def _cards(context: ServerContext, adapters: list[Adapter]) -> list[Answer]:
+async def cards_of(context: ServerContext, adapters: list[Adapter]) -> list[Answer]:
     """A card each. What is known of the content only is missing until the adapter was first read: digest and rank are
     null, and there are no warnings."""
     places = {name: (tier, pinned) for name, _, tier, pinned in (await context.engine.stats()).tiers}

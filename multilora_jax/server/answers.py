@@ -66,11 +66,6 @@ def fingerprint(adapters: Sequence[LoRARequest], digests: Sequence[str]) -> str 
     return f"mix-{hashlib.sha256('+'.join(parts).encode()).hexdigest()[:16]}"
 
 
-def new_id(prefix: str, request_id: str | None) -> str:
-    """The answer's id, made of the client's request_id where it sent one."""
-    return f"{prefix}-{request_id or uuid.uuid4().hex}"
-
-
 def engine_id(answer_id: str, index: int) -> str:
     """An id for one prompt inside the engine: unique even when a client sends the same request_id again."""
     return f"{answer_id}-{index}-{uuid.uuid4().hex[:8]}"

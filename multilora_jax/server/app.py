@@ -6,15 +6,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
-from multilora_jax.server import adapters, chat, completions
+from multilora_jax.server import adapter_status, adapters, chat, completions, tokenization, unserved
+from multilora_jax.server.answer_schemas import Health, Version
 from multilora_jax.server.auth import AuthMiddleware, Keys
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import install_handlers
+from multilora_jax.server.openapi import install_openapi
+from multilora_jax.server.request_ids import RequestIdMiddleware
 
 probes = APIRouter()
 
@@ -33,9 +36,14 @@ def create_app(async_engine: AsyncEngine | None, config: EngineConfig) -> FastAP
         app.state.context.attach(async_engine)
     app.state.keys = Keys(config.api_keys, config.admin_keys, config.host)
     app.add_middleware(AuthMiddleware, keys=app.state.keys)
+    app.add_middleware(RequestIdMiddleware)
     install_handlers(app)
-    for router in (probes, completions.router, chat.router, adapters.router, adapters.management):
+    for router in (
+        probes, completions.router, chat.router, tokenization.router, adapters.router, adapters.management,
+        adapter_status.management, unserved.router,
+    ):  # fmt: skip
         app.include_router(router)
+    install_openapi(app)
     return app
 
 
@@ -47,20 +55,20 @@ def package_version() -> str:
         return "unknown"
 
 
-@probes.get("/health")
+@probes.get("/health", response_model=Health)
 async def health(request: Request) -> dict[str, Any]:
     """200 when requests can be served; 503 while starting and once the engine is dead or hangs."""
     request.app.state.context.check_healthy()
     return {"status": "ok"}
 
 
-@probes.get("/version")
+@probes.get("/version", response_model=Version)
 async def show_version() -> dict[str, Any]:
     """This package's version."""
     return {"version": package_version()}
 
 
-@probes.get("/metrics")
+@probes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     context: ServerContext = request.app.state.context

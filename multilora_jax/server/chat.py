@@ -11,18 +11,20 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from multilora_jax.request import CompletionOutput, RequestOutput
+from multilora_jax.server import answer_schemas
 from multilora_jax.server.answers import (
     Envelope,
     chat_logprobs,
     completion_of,
     engine_id,
-    new_id,
     prompt_logprobs,
     usage,
 )
+from multilora_jax.server.chat_protocol import ChatBody
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.inputs import chat_prompt, voice_of
-from multilora_jax.server.protocol import ChatBody
+from multilora_jax.server.request_ids import answer_id
+from multilora_jax.server.resolvers import resolve_target
 from multilora_jax.server.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGone,
@@ -33,6 +35,8 @@ from multilora_jax.server.streaming import (
     submit_all,
     until_disconnect,
 )
+from multilora_jax.server.structure import naming
+from multilora_jax.server.tool_answers import ToolUse
 
 if TYPE_CHECKING:
     from multilora_jax.tokenizer import Tokenizer
@@ -40,31 +44,34 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses={200: {"model": answer_schemas.ChatCompletion}})
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     arrival_time = time.monotonic()
     context: ServerContext = request.app.state.context
     engine = context.engine
-    target = context.resolve(body.model, body.lora)
+    target = await resolve_target(context, body.model, body.lora)
     voice = await voice_of(engine, target, context.chat_template)
+    tool_use = ToolUse(body, voice, context.config.tool_call_parser)
     prompt, max_tokens = await chat_prompt(body, voice)
-    params = body.sampling_params(max_tokens, body.num_logprobs, body.prompt_logprobs)
-    answer_id = new_id("chatcmpl", body.request_id)
+    asked = (max_tokens, body.num_logprobs, body.prompt_logprobs)
+    id_ = answer_id("chatcmpl", body.request_id, request)
     tokenizer = voice.tokenizer
 
     async def submit() -> list[OutputStream]:
-        submission = engine.submit(
-            {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, 0),
-            lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
-            tenant=body.user, arrival_time=arrival_time,
-        )  # fmt: skip
-        return await submit_all([submission])
+        with naming(tool_use.structure_field):
+            params = body.sampling_params(*asked, tool_use.structure)
+            submission = engine.submit(
+                {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}, params, engine_id(id_, 0),
+                lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
+                tenant=body.user, arrival_time=arrival_time,
+            )  # fmt: skip
+            return await submit_all([submission])
 
     if body.stream:
-        answer = Envelope("chat.completion.chunk", target, answer_id)
+        answer = Envelope("chat.completion.chunk", target, id_)
         streams = await submit()
-        return EventStream(_events(body, streams[0], answer, tokenizer), streams)
+        return EventStream(_events(body, streams[0], answer, tokenizer, tool_use), streams)
 
     async def run() -> list[RequestOutput]:
         return await last_outputs(await submit())
@@ -73,24 +80,26 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         [output] = await until_disconnect(request.receive, run())
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    answer = Envelope("chat.completion", target, answer_id)
+    answer = Envelope("chat.completion", target, id_)
     extra: dict[str, Any] = {"usage": usage([output])}
     if body.return_token_ids:
         extra["prompt_token_ids"] = list(output.prompt_token_ids)
     if body.prompt_logprobs is not None:
         extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    return JSONResponse(answer.wrap(_choices(body, output, tokenizer), output, **extra))
+    return JSONResponse(answer.wrap(_choices(body, output, tokenizer, tool_use), output, **extra))
 
 
-def _choices(body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+def _choices(
+    body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None, tool_use: ToolUse
+) -> list[dict[str, Any]]:
     choices = []
     for index in range(len(output.outputs)):
-        completion = completion_of(output, index)
+        completion, writer = completion_of(output, index), tool_use.writer()
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": writer.message(completion.text),
             "logprobs": _logprobs(body, completion, 0, len(completion.token_ids), tokenizer),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": writer.finish_reason(completion.finish_reason),
             "stop_reason": completion.stop_reason,
         }
         if body.return_token_ids:
@@ -100,9 +109,9 @@ def _choices(body: ChatBody, output: RequestOutput, tokenizer: Tokenizer | None)
 
 
 async def _events(
-    body: ChatBody, stream: OutputStream, answer: Envelope, tokenizer: Tokenizer | None
+    body: ChatBody, stream: OutputStream, answer: Envelope, tokenizer: Tokenizer | None, tool_use: ToolUse
 ) -> AsyncGenerator[dict[str, Any], None]:
-    answers = [_Pieces(body, index, tokenizer) for index in range(body.n or 1)]
+    answers = [_Pieces(body, index, tokenizer, tool_use) for index in range(body.n or 1)]
     output: RequestOutput | None = None
 
     def chunk(output: RequestOutput, choice: dict[str, Any], **extra: Any) -> dict[str, Any]:
@@ -131,8 +140,9 @@ async def _events(
 class _Pieces:
     """One streamed answer: what was sent already is counted here."""
 
-    def __init__(self, body: ChatBody, index: int, tokenizer: Tokenizer | None):
+    def __init__(self, body: ChatBody, index: int, tokenizer: Tokenizer | None, tool_use: ToolUse):
         self._body = body
+        self._writer = tool_use.writer()
         self._index = index
         self._tokenizer = tokenizer
         self._num_chars = self._num_tokens = 0
@@ -144,22 +154,23 @@ class _Pieces:
         if self._ended:
             return None
         self._ended = completion.finish_reason is not None
-        text = completion.text[self._num_chars :]
+        delta = self._writer.delta(completion.text[self._num_chars :], self._ended)
+        self._num_chars = len(completion.text)
         start, end = self._num_tokens, len(completion.token_ids)
         shows_tokens = end > start and (body.logprobs or body.return_token_ids)
-        if not (text or shows_tokens or self._ended):
+        if not (delta or shows_tokens or self._ended):
             return None
         choice: dict[str, Any] = {
             "index": self._index,
-            "delta": {"content": text} if text else {},
+            "delta": delta,
             "logprobs": _logprobs(body, completion, start, end, self._tokenizer),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._writer.finish_reason(completion.finish_reason),
         }
         if self._ended:
             choice["stop_reason"] = completion.stop_reason
         if body.return_token_ids:
             choice["token_ids"] = list(completion.token_ids[start:end])
-        self._num_chars, self._num_tokens = len(completion.text), end
+        self._num_tokens = end
         return choice
 
 

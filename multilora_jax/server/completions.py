@@ -13,18 +13,20 @@ from fastapi.responses import JSONResponse, Response
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.request import CompletionOutput, FinishReason, RequestOutput
+from multilora_jax.server import answer_schemas
 from multilora_jax.server.answers import (
     Envelope,
     completion_logprobs,
     completion_of,
     engine_id,
-    new_id,
     prompt_logprobs,
     usage,
 )
 from multilora_jax.server.context import ServerContext, Target
 from multilora_jax.server.inputs import Prompt, completion_prompts, voice_of
 from multilora_jax.server.protocol import CompletionBody
+from multilora_jax.server.request_ids import answer_id
+from multilora_jax.server.resolvers import resolve_target
 from multilora_jax.server.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGone,
@@ -35,6 +37,7 @@ from multilora_jax.server.streaming import (
     submit_all,
     until_disconnect,
 )
+from multilora_jax.server.structure import naming
 
 if TYPE_CHECKING:
     from multilora_jax.tokenizer import Tokenizer
@@ -42,16 +45,16 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses={200: {"model": answer_schemas.Completion}})
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continue one or several prompts."""
     arrival_time = time.monotonic()
     context: ServerContext = request.app.state.context
-    target = context.resolve(body.model, body.lora)
+    target = await resolve_target(context, body.model, body.lora)
     voice = await voice_of(context.engine, target, context.chat_template)
     prompts = await completion_prompts(body, voice)
     tokenizer = voice.tokenizer
-    answer = Envelope("text_completion", target, new_id("cmpl", body.request_id))
+    answer = Envelope("text_completion", target, answer_id("cmpl", body.request_id, request))
     if body.stream:
         streams = await _submit(body, context.engine, target, prompts, answer.id, arrival_time)
         return EventStream(_events(body, prompts, streams, answer, tokenizer), streams)
@@ -76,23 +79,24 @@ async def _submit(
     engine: AsyncEngine,
     target: Target,
     prompts: list[Prompt],
-    answer_id: str,
+    id_: str,
     arrival_time: float,
 ) -> list[OutputStream]:
     logprobs = body.logprobs
     asked = [count for count in (body.prompt_logprobs, logprobs if body.echo else None) if count is not None]
     about_prompt = max(asked, default=None)
-    params = body.sampling_params(max(body.new_tokens, 1), logprobs, about_prompt)
-    if body.new_tokens == 0 and about_prompt is None:
-        return [_EchoOnly(prompt.token_ids, params.n) for prompt in prompts]
-    streams = await submit_all(
-        engine.submit(
-            {"prompt_token_ids": prompt.token_ids}, params, engine_id(answer_id, index),
-            lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
-            tenant=body.user, arrival_time=arrival_time,
-        )
-        for index, prompt in enumerate(prompts)
-    )  # fmt: skip
+    with naming(body.structure_field):
+        params = body.sampling_params(max(body.new_tokens, 1), logprobs, about_prompt)
+        if body.new_tokens == 0 and about_prompt is None:
+            return [_EchoOnly(prompt.token_ids, params.n) for prompt in prompts]
+        streams = await submit_all(
+            engine.submit(
+                {"prompt_token_ids": prompt.token_ids}, params, engine_id(id_, index),
+                lora_request=target.lora_request, priority=body.priority or 0, cache_salt=body.cache_salt,
+                tenant=body.user, arrival_time=arrival_time,
+            )
+            for index, prompt in enumerate(prompts)
+        )  # fmt: skip
     return streams if body.new_tokens else [_PromptOnly(stream) for stream in streams]
 
 

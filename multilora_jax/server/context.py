@@ -13,6 +13,7 @@ from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest
 from multilora_jax.server.metrics import ServerMetrics
 from multilora_jax.server.mixes import MixEntry
+from multilora_jax.server.resolvers import Resolvers
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ServerContext:
     def __init__(self, config: EngineConfig):
         self.config = config
         self.chat_template = config.chat_template_text()
+        self.resolvers = Resolvers(config)
         self.started_at = int(time.time())
         self._engine: AsyncEngine | None = None
         self._metrics: ServerMetrics | None = None

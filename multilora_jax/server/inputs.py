@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from multilora_jax.errors import UserError
-from multilora_jax.server.protocol import ChatBody, CompletionBody
+from multilora_jax.server.chat_protocol import ChatBody, Conversation
+from multilora_jax.server.protocol import CompletionBody
 
 if TYPE_CHECKING:
     from multilora_jax.async_engine import AsyncEngine
@@ -30,12 +31,14 @@ class Voice:
     Attributes:
         tokenizer: the adapter's own where it brings one, else the base's; None where there is none.
         chat_template: the adapter's own, else the configured one, else the base tokenizer's; None where none has one.
+        tool_template: the same for a conversation with tools, for which some tokenizers bring one of its own.
         vocab_limit: prompt token ids are below this.
         max_model_len: most tokens of prompt and answer.
     """
 
     tokenizer: Tokenizer | None
     chat_template: str | None
+    tool_template: str | None
     vocab_limit: int
     max_model_len: int
 
@@ -48,9 +51,12 @@ async def voice_of(engine: AsyncEngine, target: Target, configured_template: str
     """
     lora_request, llm = target.lora_request, engine.engine
     await engine.prepare(lora_request)
+    template = llm.chat_template_for(lora_request) or configured_template
+    of_base = getattr(llm.tokenizer, "chat_template", None)
     return Voice(
         llm.tokenizer_for(lora_request),
-        llm.chat_template_for(lora_request) or configured_template or getattr(llm.tokenizer, "chat_template", None),
+        template or of_base,
+        template or getattr(llm.tokenizer, "tool_template", None) or of_base,
         llm.vocab_limit(lora_request),
         llm.max_model_len,
     )
@@ -98,9 +104,9 @@ def _completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids = _encode(_required(tokenizer), prompt, True, "prompt")
+            ids = encode(required(tokenizer), prompt, body.add_special_tokens is not False, "prompt")
             kept = _truncate(ids, body.truncate_prompt_tokens, voice.max_model_len - body.new_tokens)
-            text = prompt if len(kept) == len(ids) else _required(tokenizer).decode(kept, skip_special)
+            text = prompt if len(kept) == len(ids) else required(tokenizer).decode(kept, skip_special)
         else:
             kept = _truncate(prompt, body.truncate_prompt_tokens, voice.max_model_len - body.new_tokens)
             limit = voice.vocab_limit
@@ -112,18 +118,26 @@ def _completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
 
 
 def _chat_prompt(body: ChatBody, voice: Voice) -> Prompt:
-    tokenizer = _required(voice.tokenizer)
-    text = tokenizer.apply_chat_template(
-        body.messages,
-        chat_template=voice.chat_template,
-        add_generation_prompt=body.generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        **(body.chat_template_kwargs or {}),
-    )
+    text = render(body, voice)
     # The template has already written every special token that the model wants.
-    ids = _encode(tokenizer, text, False, "messages")
+    ids = encode(required(voice.tokenizer), text, False, "messages")
     room = voice.max_model_len - (body.new_tokens or 1)
     return Prompt(_truncate(ids, body.truncate_prompt_tokens, room), text)
+
+
+def render(body: Conversation, voice: Voice) -> str:
+    """The conversation as its template writes it. Raises UserError where there is no template or it fails."""
+    tools = body.template_tools
+    variables = dict(body.chat_template_kwargs or {})
+    if tools:
+        variables["tools"] = tools
+    return required(voice.tokenizer).apply_chat_template(
+        body.messages,
+        chat_template=voice.tool_template if tools else voice.chat_template,
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        **variables,
+    )
 
 
 def _truncate(ids: list[int], keep: int | None, room: int) -> list[int]:
@@ -133,7 +147,8 @@ def _truncate(ids: list[int], keep: int | None, room: int) -> list[int]:
     return ids[-max(room, 1) :] if keep == -1 else ids[-keep:]
 
 
-def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """The token ids of a text. Raises UserError, blaming `param`, for what is no text or has no tokens."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -145,7 +160,8 @@ def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: st
     return ids
 
 
-def _required(tokenizer: Tokenizer | None) -> Tokenizer:
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer. Raises UserError where there is none."""
     if tokenizer is None:
         raise UserError(
             "this model has no tokenizer: send the prompt as token ids", reason="no_tokenizer", param="prompt"

@@ -7,35 +7,31 @@ Fields that OpenAI's or vLLM's API has and this server does not serve yet may be
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from multilora_jax.errors import UserError
-from multilora_jax.request import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
-from multilora_jax.server.messages import check_messages
+from multilora_jax.request import SamplingParams, StructuredOutputsParams
+from multilora_jax.server import json_types
 from multilora_jax.server.mixes import MixEntry, check_mix
 from multilora_jax.server.structure import read_structure
-from multilora_jax.tokenizer import Tokenizer
 
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = {"best_of": (1,), "length_penalty": (1.0,), "use_beam_search": (False,)}
 """Field: its values that change nothing. null always is one, and an integer of the same value for a float."""
 
 NOT_SERVED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
-
-NOT_SERVED_CHAT: Mapping[str, tuple[Any, ...]] = {
-    "audio": (), "chat_template": (), "documents": ([],), "function_call": ("none",), "functions": ([],),
-    "metadata": ({},), "modalities": (["text"],), "parallel_tool_calls": (True, False), "prediction": (),
-    "prompt_cache_key": (), "reasoning_effort": (), "safety_identifier": (), "service_tier": ("auto", "default"),
-    "store": (False,), "tool_choice": ("none",), "tools": ([],), "verbosity": (), "web_search_options": (),
-}  # fmt: skip
-
-_OWN_ARGUMENTS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) - {"kwargs"}
-TEMPLATE_ARGUMENTS = _OWN_ARGUMENTS | {"tools", "documents"}
-"""What the server itself passes to a chat template."""
 
 MAX_REQUEST_ID_LENGTH = 256
 
@@ -45,6 +41,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True)
     not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        schema["additionalProperties"] = False
+        for name, allowed in cls.not_served.items():
+            schema["properties"][name] = {"enum": [*allowed, None], "description": "no other value is served"}
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -74,42 +78,45 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """The fields that completions and chat share; null means the default."""
 
-    model: str
-    lora: Any = Field(default_factory=list, description="adapters to mix: a list of {name, scale}")
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    model: str = Field(description="the base, an adapter, or base:adapter")
+    lora: Annotated[Any, WithJsonSchema(json_types.LORA)] = Field(
+        default_factory=list, description="adapters to mix: a list of {name, scale}"
+    )
+    temperature: float | None = Field(None, json_schema_extra=json_types.number(minimum=0))
+    top_p: float | None = Field(None, json_schema_extra=json_types.number(exclusiveMinimum=0, maximum=1))
+    top_k: int | None = Field(None, json_schema_extra=json_types.integer(-1))
+    min_p: float | None = Field(None, json_schema_extra=json_types.number(minimum=0, maximum=1))
+    presence_penalty: float | None = Field(None, json_schema_extra=json_types.number(minimum=-2, maximum=2))
+    frequency_penalty: float | None = Field(None, json_schema_extra=json_types.number(minimum=-2, maximum=2))
+    repetition_penalty: float | None = Field(None, json_schema_extra=json_types.number(exclusiveMinimum=0))
+    min_tokens: int | None = Field(None, json_schema_extra=json_types.integer(0))
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: Any = None
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    prompt_lookup_tokens: int | None = None
+    structured_outputs: Annotated[Any, WithJsonSchema(json_types.STRUCTURED_OUTPUTS)] = None
+    response_format: Annotated[Any, WithJsonSchema(json_types.RESPONSE_FORMAT)] = None
+    guided_json: Annotated[Any, WithJsonSchema(json_types.GUIDED_JSON)] = None
+    guided_regex: Annotated[Any, WithJsonSchema(json_types.GUIDED_TEXT)] = None
+    guided_choice: Annotated[Any, WithJsonSchema(json_types.GUIDED_CHOICE)] = None
+    guided_grammar: Annotated[Any, WithJsonSchema(json_types.GUIDED_TEXT)] = None
+    prompt_lookup_tokens: int | None = Field(None, json_schema_extra=json_types.LOOKUP)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, WithJsonSchema(json_types.STOP)] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, json_schema_extra=json_types.LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, json_schema_extra=json_types.TRUNCATION)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    n: int | None = None
+    n: int | None = Field(None, json_schema_extra=json_types.CONTINUATIONS)
     request_id: str | None = None
     user: str | None = None
+    _structure_field: str | None = PrivateAttr(None)
     _structure: StructuredOutputsParams | None = PrivateAttr(None)
 
     @field_validator("lora")
@@ -159,8 +166,18 @@ class GenerationBody(Body):
 
     @model_validator(mode="after")
     def _check_structure(self) -> GenerationBody:
-        self._structure = read_structure(self)
+        self._structure_field, self._structure = read_structure(self)
         return self
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """What form the answer must have, by whichever field asks for it."""
+        return self._structure
+
+    @property
+    def structure_field(self) -> str | None:
+        """The field that does."""
+        return self._structure_field
 
     @property
     def include_usage(self) -> bool:
@@ -170,8 +187,18 @@ class GenerationBody(Body):
     def continuous_usage(self) -> bool:
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def sampling_params(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        """The engine's parameters. Raises UserError for a value out of range, named."""
+    def sampling_params(
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        structure: StructuredOutputsParams | None = None,
+    ) -> SamplingParams:
+        """The engine's parameters. Raises UserError for a value out of range, named.
+
+        Args:
+            structure: what form the answer must have, where it is more than `self.structure` says.
+        """
         names = (
             "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
             "include_stop_str_in_output", "skip_special_tokens", "presence_penalty", "frequency_penalty",
@@ -179,7 +206,7 @@ class GenerationBody(Body):
             "prompt_lookup_tokens",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        given["structured_outputs"] = self._structure
+        given["structured_outputs"] = structure or self._structure
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
@@ -188,10 +215,13 @@ class CompletionBody(GenerationBody):
 
     not_served: ClassVar = {**NOT_SERVED, **NOT_SERVED_COMPLETION}
 
-    prompt: Any = Field(description="text, a list of texts, token ids or a list of lists of token ids")
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    prompt: Annotated[Any, WithJsonSchema(json_types.PROMPT)] = Field(
+        description="text, a list of texts, token ids or a list of lists of token ids"
+    )
+    max_tokens: int | None = Field(None, json_schema_extra=json_types.integer(0))
+    logprobs: int | None = Field(None, json_schema_extra=json_types.LOGPROBS)
     echo: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="false: no BOS before a prompt of text")
 
     @field_validator("prompt")
     @classmethod
@@ -222,86 +252,6 @@ class CompletionBody(GenerationBody):
     @property
     def new_tokens(self) -> int:
         return 16 if self.max_tokens is None else self.max_tokens
-
-
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
-
-    not_served: ClassVar = {**NOT_SERVED, **NOT_SERVED_CHAT}
-
-    messages: Any = Field(description="the conversation: a list of {role, content}")
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @field_validator("messages")
-    @classmethod
-    def _check_messages(cls, messages: Any) -> list[dict[str, Any]]:
-        return check_messages(messages)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _check_template_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in kwargs or {}:
-            if name in TEMPLATE_ARGUMENTS:
-                raise UserError(
-                    f"chat_template_kwargs.{name}: set the request's own field of that meaning, if there is one",
-                    reason="bad_value", param="chat_template_kwargs",
-                )  # fmt: skip
-        return kwargs
-
-    @model_validator(mode="after")
-    def _check_together(self) -> ChatBody:
-        if self.top_logprobs is not None:
-            if not self.logprobs:
-                raise UserError("top_logprobs needs logprobs=true", reason="bad_value", param="top_logprobs")
-            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                raise UserError(
-                    f"top_logprobs={self.top_logprobs} is outside [0, {MAX_LOGPROBS}]",
-                    reason="bad_value", param="top_logprobs",
-                )  # fmt: skip
-        for name in ("max_tokens", "max_completion_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1", reason="bad_value", param=name)
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise UserError(
-                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} disagree: "
-                "send one of them",
-                reason="bad_value", param="max_completion_tokens",
-            )  # fmt: skip
-        if self.continue_final_message:
-            if self.add_generation_prompt:
-                raise UserError(
-                    "continue_final_message and add_generation_prompt exclude each other: send one of them",
-                    reason="bad_value", param="continue_final_message",
-                )  # fmt: skip
-            if self.messages[-1]["role"] != "assistant":
-                raise UserError(
-                    "continue_final_message needs a last message with the role assistant",
-                    reason="bad_value", param="continue_final_message",
-                )  # fmt: skip
-        return self
-
-    @property
-    def new_tokens(self) -> int | None:
-        """None: the rest of the context."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives per position for the engine to find; None without log probabilities."""
-        return self.top_logprobs or 0 if self.logprobs else None
-
-    @property
-    def generation_prompt(self) -> bool:
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
 
 
 def _is_ids(value: list[Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from multilora_jax.errors import UserError
@@ -11,8 +13,8 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 """Older names of vLLM's for the fields of structured_outputs."""
 
 
-def read_structure(body: Any) -> StructuredOutputsParams | None:
-    """What structured_outputs, response_format or one of the guided fields asks for; None where nothing does.
+def read_structure(body: Any) -> tuple[str, StructuredOutputsParams] | tuple[None, None]:
+    """What structured_outputs, response_format or one of the guided fields asks for, and which does; None where none.
 
     Args:
         body: with these fields as attributes, None where they were not sent.
@@ -32,13 +34,31 @@ def read_structure(body: Any) -> StructuredOutputsParams | None:
         )  # fmt: skip
     for name, value in found.items():
         if name == "response_format":
-            return StructuredOutputsParams.of(_format(value))
+            return name, StructuredOutputsParams.of(_format(value))
         try:
-            return StructuredOutputsParams.of({GUIDED[name]: value} if name in GUIDED else value)
+            return name, StructuredOutputsParams.of({GUIDED[name]: value} if name in GUIDED else value)
         except UserError as error:
-            message = error.message.replace("structured_outputs", name, 1)
-            raise UserError(message, reason=error.reason, param=name) from error
-    return None
+            raise _named(error, name) from error
+    return None, None
+
+
+@contextmanager
+def naming(field: str | None) -> Iterator[None]:
+    """Gives errors about structured_outputs the name of the field that was sent in its place; None for none."""
+    try:
+        yield
+    except UserError as error:
+        named = error if field is None else _named(error, field)
+        if named is error:
+            raise
+        raise named from error
+
+
+def _named(error: UserError, field: str) -> UserError:
+    if field == "structured_outputs" or "structured_outputs" not in error.message:
+        return error
+    param = field if error.param == "structured_outputs" else error.param
+    return UserError(error.message.replace("structured_outputs", field, 1), reason=error.reason, param=param)
 
 
 def _is_text(name: str, value: Any) -> bool:
