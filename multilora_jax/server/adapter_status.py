@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Query, Request
 
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.server import answer_schemas
 from multilora_jax.server.adapter_protocol import PathBody
-from multilora_jax.server.adapters import cards_of
-from multilora_jax.server.auth import require_admin
+from multilora_jax.server.adapters import cards_of, management
 from multilora_jax.server.context import ServerContext
 
 if TYPE_CHECKING:
     from multilora_jax.lora.adapter import Adapter
 
 MAX_LISTED = 1000
-
-management = APIRouter(dependencies=[Depends(require_admin)])
 
 
 @management.get("/v1/lora_adapters", responses={200: {"model": answer_schemas.AdapterList}})

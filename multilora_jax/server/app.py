@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
-from multilora_jax.server import adapter_status, adapters, chat, completions, tokenization, unserved
+from multilora_jax.server import adapter_status, adapters, chat, completions, tokenization
 from multilora_jax.server.answer_schemas import Health, Version
 from multilora_jax.server.auth import AuthMiddleware, Keys
 from multilora_jax.server.context import ServerContext
@@ -39,8 +39,7 @@ def create_app(async_engine: AsyncEngine | None, config: EngineConfig) -> FastAP
     app.add_middleware(RequestIdMiddleware)
     install_handlers(app)
     for router in (
-        probes, completions.router, chat.router, tokenization.router, adapters.router, adapters.management,
-        adapter_status.management, unserved.router,
+        probes, completions.router, chat.router, tokenization.router, adapters.router, adapter_status.management
     ):  # fmt: skip
         app.include_router(router)
     install_openapi(app)

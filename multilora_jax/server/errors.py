@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from multilora_jax.errors import UserError
+from multilora_jax.server.unserved import hint_for
 
 
 class AuthenticationError(UserError):
@@ -52,11 +53,18 @@ def install_handlers(app: FastAPI) -> None:
         status = error.status_code
         message = f"{request.method} {request.url.path}: {error.detail}"
         reason = str(error.detail).lower().replace(" ", "_")
+        hint = hint_for(request.url.path) if status == 404 else None
+        if hint is not None:
+            message, reason = f"{request.url.path} is not served here: {hint}", "not_served"
         body = _body(message, kind.get(status, "BadRequestError"), None, status, reason)
         return JSONResponse(body, status_code=status, headers=error.headers)
 
-    async def on_unexpected(_: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+    async def on_unexpected(request: Request, error: Exception) -> JSONResponse:
+        answer = error_response(error)
+        request_id = getattr(request.state, "request_id", None)
+        if request_id is not None:  # this handler answers outside the middleware that does so for the others
+            answer.headers["X-Request-Id"] = request_id
+        return answer
 
     app.add_exception_handler(UserError, on_user_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
@@ -77,7 +85,7 @@ def _from_validation(request: Request, error: RequestValidationError) -> UserErr
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return cause
-    location = [str(part) for part in first["loc"] if part != "body"]
+    location = [str(part) for part in first["loc"][first["loc"][0] in ("body", "query", "path") :]]
     if first["type"] == "json_invalid":
         where = _line_and_column(error.body, first["loc"][-1])
         return UserError(f"the body is not valid JSON{where}: {first['ctx']['error']}", reason="bad_json")

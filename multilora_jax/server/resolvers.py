@@ -75,11 +75,12 @@ class Resolvers:
         """Registers the first of the names that is unknown and is found; False where there is none."""
         if self._folder is None and not self._hub:
             return False
-        base = context.engine.engine.base_name
-        known = {adapter.name for adapter in context.engine.list_loras()}
+        llm = context.engine.engine
         for name in names:
-            name = name.removeprefix(f"{base}:")
-            if name == base or name in known or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            name = name.removeprefix(f"{llm.base_name}:")
+            if name == llm.base_name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+                continue
+            if llm.adapters.registry.find(name) is not None:
                 continue
             if await self._find(context, name):
                 return True
@@ -87,15 +88,16 @@ class Resolvers:
 
     async def _find(self, context: ServerContext, name: str) -> bool:
         # Of many requests that name it at the same moment one looks; the others find it there.
+        registry = context.engine.engine.adapters.registry
         lock = self._locks.setdefault(name, asyncio.Lock())
         try:
             async with lock:
-                if any(adapter.name == name for adapter in context.engine.list_loras()):
+                if registry.find(name) is not None:
                     return True
                 path = await asyncio.to_thread(self._in_folder, name) or await self._on_hub(name)
                 if path is None:
                     return False
-                await context.engine.register_lora(LoRARequest(name, context.new_lora_id(), path))
+                await context.engine.register_lora(LoRARequest(name, registry.next_int_id(), path))
                 log.info("adapter %r found at %r", name, path)
                 return True
         except PermissionDeniedError as error:  # the hub's cache may lie outside adapter_roots

@@ -26,7 +26,7 @@ class Tool:
     """One function that the model may call.
 
     Attributes:
-        given: the tool as it was sent, which is what chat templates take.
+        given: the tool as chat templates take it: as it was sent, and never without parameters.
         parameters: a JSON schema.
         strict: its arguments follow the schema also where the model need not call anything.
     """
@@ -92,7 +92,9 @@ def _tool(item: Any, where: str) -> Tool:
         _refuse(f"{where}.parameters must be a JSON schema, not {parameters!r:.100}", "bad_type")
     if not isinstance(strict, bool | None):
         _refuse(f"{where}.strict must be true or false, not {strict!r:.100}", "bad_type")
-    return Tool(name, item, parameters or {"type": "object", "properties": {}}, bool(strict))
+    parameters = parameters or {"type": "object", "properties": {}}
+    given = {**item, "function": {**function, "parameters": parameters}}
+    return Tool(name, given, parameters, bool(strict))
 
 
 def check_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:

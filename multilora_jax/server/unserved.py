@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
-from multilora_jax.errors import NotFoundError
-
-router = APIRouter(include_in_schema=False)
-
 UNSERVED = {
     "/v1/embeddings": "embeddings need a model made for them, and this server's generate text",
     "/v1/responses": "send the conversation to /v1/chat/completions",
@@ -35,16 +29,9 @@ UNSERVED = {
 }
 """Path, with all below it, to what to do."""
 
-METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
-
-def _add(path: str, hint: str) -> None:
-    async def refuse() -> None:
-        raise NotFoundError(f"{path} is not served here: {hint}", reason="not_served")
-
-    for pattern in (path, path + "/{rest:path}"):
-        router.add_api_route(pattern, refuse, methods=METHODS)
-
-
-for _path, _hint in UNSERVED.items():
-    _add(_path, _hint)
+def hint_for(path: str) -> str | None:
+    """What to do instead of asking for a path; None for one that nobody would expect here."""
+    parts = path.rstrip("/").split("/")
+    starts = ("/".join(parts[:n]) for n in range(2, len(parts) + 1))
+    return next((UNSERVED[start] for start in starts if start in UNSERVED), None)

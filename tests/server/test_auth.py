@@ -13,9 +13,14 @@ pytestmark = pytest.mark.anyio
 API, ADMIN = "sk-api", "sk-admin"
 MANAGEMENT = (
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter",
-    "/load_lora_adapter", "/unload_lora_adapter",
+    "/load_lora_adapter", "/unload_lora_adapter", "/v1/validate_lora_adapter",
 )  # fmt: skip
-INFERENCE = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"))
+STATUS = ("/v1/lora_adapters", "/v1/lora_adapters/{name:path}")
+"""Management routes that only tell."""
+INFERENCE = (
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+)  # fmt: skip
 
 
 def bearer(key):
@@ -52,6 +57,10 @@ async def test_d26_management_needs_the_admin_key(make_server):
     for path in MANAGEMENT:
         got = [await status(server, "POST", path, key) for key in (None, "sk-wrong", API, "sk-other", ADMIN)]
         assert got == [401, 401, 403, 403, 400]
+    for path in STATUS:
+        got = [await status(server, "GET", path, key) for key in (None, "sk-wrong", API, "sk-other")]
+        assert got == [401, 401, 403, 403]
+        assert await status(server, "GET", path.replace("{name:path}", "adapter-a"), ADMIN) == 200
     for method, path in INFERENCE:
         got = [await status(server, method, path, key) for key in (None, "sk-wrong", API, ADMIN)]
         assert got[:2] == [401, 401]
@@ -61,7 +70,7 @@ async def test_d26_management_needs_the_admin_key(make_server):
 async def test_d26_every_route_that_changes_something_is_a_management_route(make_server):
     """A new route must be added to one of the lists above, and to the other if it is not inference."""
     found = {route.path for route in management.routes if isinstance(route, Route)}
-    assert found == set(MANAGEMENT)
+    assert found == {*MANAGEMENT, *STATUS}
     changing = {(method, path) for method, path in routes(make_server()) if method not in ("GET", "HEAD")}
     assert changing == {("POST", path) for path in MANAGEMENT} | {("POST", p) for m, p in INFERENCE if m == "POST"}
 
@@ -69,10 +78,11 @@ async def test_d26_every_route_that_changes_something_is_a_management_route(make
 async def test_d26_the_admin_can_manage(make_server, adapter_paths):
     server = make_server(api_keys=(API,), admin_keys=(ADMIN,), lora_modules={})
     load = {"lora_name": "a", "lora_path": adapter_paths["adapter-a"]}
-    order = ("/v1/load", "/v1/pin", "/v1/unpin", "/v1/unload", "/load", "/unload")
+    order = ("/v1/validate", "/v1/load", "/v1/pin", "/v1/unpin", "/v1/unload", "/load", "/unload")
     assert sorted(f"{start}_lora_adapter" for start in order) == sorted(MANAGEMENT)
     for start in order:
         path, body = f"{start}_lora_adapter", load if start.endswith("/load") else {"lora_name": "a"}
+        body = {"lora_path": load["lora_path"]} if start == "/v1/validate" else body
         assert (await server.client.post(path, json=body, headers=bearer(API))).status_code == 403
         assert (await server.client.post(path, json=body, headers=bearer(ADMIN))).status_code == 200
 

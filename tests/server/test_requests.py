@@ -204,7 +204,7 @@ async def test_template_arguments_that_the_server_sets_itself_are_refused_by_nam
 
 
 async def test_fields_of_chat_that_are_not_served(server):
-    for field, value in {"tools": [{"type": "function"}], "tool_choice": "auto", "audio": {}, "store": True}.items():
+    for field, value in {"functions": [{"name": "f"}], "function_call": "auto", "audio": {}, "store": True}.items():
         error = await refused(server, CHAT, {"model": "base", **CHAT_BODY, field: value})
         assert (error["param"], error["reason"]) == (field, "unsupported_parameter")
 
