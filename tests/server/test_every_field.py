@@ -50,7 +50,7 @@ TOOL = [{"type": "function", "function": {"name": "f"}}]
 SCHEMA = {"type": "object"}
 
 SHARED: dict[str, Case] = {
-    "model": Case("adapter-a", lambda a, e: (a["model"], text(a)[:9]) == ("adapter-a", "adapter-a")),
+    "model": Case("adapter-a", lambda a, e: (a["model"], text(a)) == ("adapter-a", "adapter-")),
     "lora": Case([{"name": "adapter-b", "scale": 0.5}], lambda a, e: a["adapters"][0]["scale"] == 0.5),
     "temperature": Case(0.5), "top_p": Case(0.5), "top_k": Case(5), "min_p": Case(0.1), "presence_penalty": Case(0.5),
     "frequency_penalty": Case(-0.5), "repetition_penalty": Case(1.5), "min_tokens": Case(2), "seed": Case(7),
