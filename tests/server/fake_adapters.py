@@ -80,7 +80,7 @@ class FakeAdapters:
             AdapterReader(self.builder, self.host), config.adapter_roots, base_names=[config.base_name],
             on_replaced=self._drop,
         )  # fmt: skip
-        self.adapters = SimpleNamespace(registry=self.registry)
+        self.adapters = SimpleNamespace(registry=self.registry, resolve=self._resolve)
         self.max_pinned = 100
         self.loading: set[str] = set()
         self.pinned: set[Adapter] = set()
@@ -91,6 +91,9 @@ class FakeAdapters:
     def adapters_of(self, lora_request: Any) -> list[Adapter]:
         requests = lora_request if isinstance(lora_request, list) else [lora_request]
         return [self.registry.resolve(request) for request in requests if request is not None]
+
+    def _resolve(self, lora_request: Any) -> tuple[list[Adapter], tuple[float, ...]]:
+        return self.adapters_of(lora_request), ()
 
     def prepare(self, requests: list[LoRARequest]) -> None:
         for request in requests:

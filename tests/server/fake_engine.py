@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tokenizers
@@ -17,9 +18,11 @@ from tokenizers.models import BPE
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.detokenizer import IncrementalDetokenizer
+from multilora_jax.engine.grammars import Grammar, Grammars
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.policies.gate import Gate, Rate
 from multilora_jax.errors import UserError
+from multilora_jax.lora.adapter import Adapter
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.request import (
     CompletionOutput,
@@ -28,6 +31,7 @@ from multilora_jax.request import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from multilora_jax.tokenizer import Tokenizer, _byte_level_alphabet
 from tests.server.fake_adapters import FakeAdapters
@@ -109,8 +113,17 @@ class FakeEngine(FakeAdapters):
         self.tenants_seen: list[str | None] = []
         rate = self.config.adapter_requests_per_s
         limit = None if rate is None else Rate(rate, self.config.adapter_request_burst)
+        # Grammars are compiled, so that bad ones are refused; answers do not follow them.
+        self._grammars = Grammars()
+        self.plans = SimpleNamespace(prepare=self._compiled)
         self.gate_keeper = Gate(self.config.max_queued_requests, limit)
         self.counts = EngineStats()
+
+    def _compiled(self, params: SamplingParams, adapters: list[Adapter]) -> Grammar:
+        asked = params.structured_outputs
+        assert isinstance(asked, StructuredOutputsParams)
+        assert self.tokenizer is not None
+        return self._grammars.compile(asked, self.tokenizer, VOCAB_SIZE, frozenset({EOS}))
 
     # ---- engine thread
 

@@ -149,8 +149,7 @@ async def test_tool_choice_none_hides_the_tools_and_reads_no_calls(hermes):
     assert seen(hermes).startswith("<user>hi")
 
 
-async def test_a_named_function_ends_with_stop(hermes, monkeypatch):
-    monkeypatch.setattr("multilora_jax.async_engine.AsyncEngine._compiled", _nothing)
+async def test_a_named_function_ends_with_stop(hermes):
     named = {"type": "function", "function": {"name": "stop"}}
     choice = await ask(hermes, '<tool_call>{"name": "stop", "arguments": {}}</tool_call>', tool_choice=named)
     assert (choice["finish_reason"], choice["message"]["tool_calls"][0]["function"]["name"]) == ("stop", "stop")
@@ -160,10 +159,6 @@ async def test_a_named_function_ends_with_stop(hermes, monkeypatch):
     choice = await ask(hermes, '<tool_call>{"name": "stop", "arguments": {}}</tool_call>', tool_choice="required")
     assert choice["finish_reason"] == "tool_calls"
     assert '"const": "add"' in hermes.engine.params_seen[-1].structured_outputs.grammar
-
-
-async def _nothing(*_):
-    return None
 
 
 async def test_a_history_with_calls_and_their_results(hermes):
