@@ -59,6 +59,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             _refuse(f"{where} has an unknown field {name[:100]!r}: it takes id, type and function")
     if not isinstance(call.get("id", ""), str | None):
         _refuse(f"{where}.id must be a text, not {call['id']!r:.100}")
+    index = call.get("index")  # as the pieces of a stream have it
+    if index is not None and type(index) is not int:
+        _refuse(f"{where}.index must be a whole number, not {index!r:.100}")
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         _refuse(f"{where}.function must have a name, and arguments")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from multilora_jax.config_api import ToolCallParserName
-from multilora_jax.engine.grammars import MAX_WHITESPACE
 from multilora_jax.errors import UserError
 from multilora_jax.request import StructuredOutputsParams
 from multilora_jax.server.tool_readers import CLOSE, OPEN, PYTHON_TAG
 
 MAX_TOOLS = 128
+MAX_WHITESPACE = 8
+"""Most characters of white space in one place of a call: room for the indents that models write."""
 NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 MODES = ("none", "auto", "required")
 _KEYWORD = {"hermes": "arguments", "llama3_json": "parameters"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from multilora_jax.server.app import create_app
 from multilora_jax.server.protocol import Body
 from tests.server.fake_engine import GOLDEN, FakeEngine
 
-NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "12"))
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}<tool_call>{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -54,9 +52,22 @@ CHECKED = [check for check in CHECKS.get_all() if check.__name__ in (
 )]  # fmt: skip
 
 
+few, many = (
+    settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    for count in (4, 200)
+)
+
+
 @schema.parametrize()
-@settings(max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@few
 def test_no_input_gets_an_answer_that_the_document_does_not_have(case):
+    case.call_and_validate(checks=CHECKED)
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@many
+def test_no_input_of_very_many_does(case):
     case.call_and_validate(checks=CHECKED)
 
 

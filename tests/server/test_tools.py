@@ -191,6 +191,7 @@ async def test_a_history_with_calls_and_their_results(hermes):
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "y": 1}]}, "unknown field 'y'"),
         ({"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}, "[0].id must be a text"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}, "arguments must be"),
+        ({"role": "assistant", "tool_calls": [{"index": {}, "function": {"name": "f"}}]}, "[0].index must be"),
         ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "the field 'tool_calls'"),
         ({"role": "user", "content": "x", "tool_call_id": "c"}, "the field 'tool_call_id'"),
         ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[0].tool_call_id must be a text"),
