@@ -94,19 +94,6 @@ def test_a_stream_of_calls_says_what_the_whole_answer_says(base_url):
     assert checked(whole.message.tool_calls[0]) == checked(streamed.message.tool_calls[0])
 
 
-def test_a_strict_tool_binds_calls_that_the_model_chooses(client):
-    """The random model is pushed into a call by its first tokens' being the only ones left."""
-    answer = client.chat.completions.create(
-        model="base", messages=MESSAGES, tools=TOOLS[:1], max_tokens=40, seed=3,
-        response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": COLOUR}},
-    )  # fmt: skip
-    message = answer.choices[0].message
-    if answer.choices[0].finish_reason == "tool_calls":
-        checked(message.tool_calls[0])
-    elif answer.choices[0].finish_reason == "stop":
-        assert json.loads(message.content)["colour"] in ("red", "blue")
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
