@@ -9,6 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.config import SchemathesisConfig
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
@@ -27,7 +28,10 @@ MODULES = {"adapter-a": str(GOLDEN / "cases" / "all_linear"), "adapter-b": str(G
 ENGINE = {"lora_modules": MODULES, "adapter_roots": (str(GOLDEN),), "chat_template": TEMPLATE}
 # The document is there before the engine is: reading it starts none.
 APP = create_app(None, EngineConfig(model="fake", served_model_name="base", **ENGINE))
-schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+quick = schemathesis.openapi.from_asgi(
+    "/openapi.json", APP, config=SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})
+)
+thorough = schemathesis.openapi.from_asgi("/openapi.json", APP)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,18 +58,18 @@ CHECKED = [check for check in CHECKS.get_all() if check.__name__ in (
 
 few, many = (
     settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-    for count in (4, 200)
+    for count in (20, 200)
 )
 
 
-@schema.parametrize()
+@quick.parametrize()
 @few
 def test_no_input_gets_an_answer_that_the_document_does_not_have(case):
     case.call_and_validate(checks=CHECKED)
 
 
 @pytest.mark.slow
-@schema.parametrize()
+@thorough.parametrize()
 @many
 def test_no_input_of_very_many_does(case):
     case.call_and_validate(checks=CHECKED)
