@@ -26,13 +26,13 @@ class Case:
 
     Args:
         value: sent.
-        expect: a predicate of (answer or events, engine), or None where the engine's parameter of that name, or of
-            `param`, is the value.
+        expect: a predicate of (answer or events, engine), or None where the engine's parameter of that name is the
+            value.
         others: further fields that it goes with.
     """
 
-    def __init__(self, value: Any, expect: Any = None, param: str | None = None, **others: Any):
-        self.value, self.expect, self.param, self.others = value, expect, param, others
+    def __init__(self, value: Any, expect: Any = None, **others: Any):
+        self.value, self.expect, self.others = value, expect, others
 
 
 def text(answer):
@@ -45,7 +45,7 @@ def prompt(answer):
     return bytes(i for i in ids if i < 256).decode()
 
 
-IDS = {"return_token_ids": True}
+IDS: Any = {"return_token_ids": True}
 TOOL = [{"type": "function", "function": {"name": "f"}}]
 SCHEMA = {"type": "object"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -59,7 +59,8 @@ def test_a_named_function_is_called(client):
         answer = client.chat.completions.create(
             model="base", messages=MESSAGES, tools=TOOLS, tool_choice=NAMED, max_tokens=200, seed=seed
         )
-        [call] = answer.choices[0].message.tool_calls
+        message: Any = answer.choices[0].message
+        [call] = message.tool_calls
         assert checked(call)[0] == "paint"
         assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("stop", None)
 
@@ -67,7 +68,7 @@ def test_a_named_function_is_called(client):
 def test_a_required_call_and_the_answer_to_it(client):
     fields: Any = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
     answer = client.chat.completions.create(model="base", messages=MESSAGES, seed=1, **fields)
-    message = answer.choices[0].message
+    message: Any = answer.choices[0].message
     assert (answer.choices[0].finish_reason, len(message.tool_calls)) == ("tool_calls", 1)
     checked(message.tool_calls[0])
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
@@ -89,7 +90,7 @@ def test_a_stream_of_calls_says_what_the_whole_answer_says(base_url):
                     pass
                 return whole.choices[0], (await stream.get_final_completion()).choices[0]
 
-    whole, streamed = asyncio.run(run())
+    whole, streamed = cast(Any, asyncio.run(run()))
     assert whole.finish_reason == streamed.finish_reason == "tool_calls"
     assert checked(whole.message.tool_calls[0]) == checked(streamed.message.tool_calls[0])
 
@@ -111,6 +112,7 @@ def test_a_form_that_cannot_be_followed_is_named_as_it_was_sent(client, fields, 
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="base", messages=MESSAGES, max_tokens=4, **fields)
     assert caught.value.param == param
-    assert str(caught.value.body["message"]).startswith(param)
+    body: Any = caught.value.body
+    assert str(body["message"]).startswith(param)
     if param != "structured_outputs":
-        assert "structured_outputs" not in str(caught.value.body["message"])
+        assert "structured_outputs" not in str(body["message"])

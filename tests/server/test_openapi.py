@@ -56,8 +56,9 @@ CHECKED = [check for check in CHECKS.get_all() if check.__name__ in (
 )]  # fmt: skip
 
 
+SUPPRESSED: Any = list(HealthCheck)
 few, many = (
-    settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=SUPPRESSED)
     for count in (20, 200)
 )
 

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -123,10 +124,10 @@ def hub(monkeypatch, adapter_paths):
             raise RepositoryNotFoundError
         return adapter_paths["adapter-a"]
 
-    errors = types.ModuleType("huggingface_hub.errors")
+    errors: Any = types.ModuleType("huggingface_hub.errors")
     errors.RepositoryNotFoundError = RepositoryNotFoundError
     errors.HFValidationError = ValueError
-    module = types.ModuleType("huggingface_hub")
+    module: Any = types.ModuleType("huggingface_hub")
     module.snapshot_download, module.errors = snapshot_download, errors
     module.__spec__ = types.SimpleNamespace(name="huggingface_hub")
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
