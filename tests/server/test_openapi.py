@@ -59,7 +59,7 @@ CHECKED = [check for check in CHECKS.get_all() if check.__name__ in (
 SUPPRESSED: Any = list(HealthCheck)
 few, many = (
     settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=SUPPRESSED)
-    for count in (20, 200)
+    for count in (20, 60)
 )
 
 

@@ -150,7 +150,7 @@ async def test_every_field_reaches_the_engine(server):
         ({"response_format": "json"}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", "'schema'"),
-        ({"response_format": {**WRAPPED, "json_schema": {"name": "x", "schema": {"type": "foo"}}}}, None, "foo"),
+        ({"response_format": {**WRAPPED, "json_schema": {"name": "x", "schema": {"type": "foo"}}}}, "response_format", "foo"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "'jsn'"),
         ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "unclosed"),
         ({"guided_choice": "red"}, "guided_choice", "choice"),
@@ -164,5 +164,5 @@ async def test_what_is_refused_says_why(real, path, fields, param, words):
     response = await post(real, path, **fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error["param"] == (param or "structured_outputs")
+    assert error["param"] == param
     assert words in error["message"]
