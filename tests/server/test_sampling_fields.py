@@ -150,7 +150,7 @@ async def test_every_field_reaches_the_engine(server):
         ({"response_format": "json"}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", "'schema'"),
-        ({"response_format": {**WRAPPED, "json_schema": {"name": "x", "schema": {"type": "foo"}}}}, "response_format", "foo"),
+        ({"response_format": {**WRAPPED, "json_schema": {"schema": {"type": "foo"}}}}, "response_format", "foo"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "'jsn'"),
         ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "unclosed"),
         ({"guided_choice": "red"}, "guided_choice", "choice"),
