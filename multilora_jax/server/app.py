@@ -15,6 +15,7 @@ from multilora_jax.server import adapters, chat, completions
 from multilora_jax.server.auth import AuthMiddleware, Keys
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import install_handlers
+from multilora_jax.server.page_routes import install_page
 
 probes = APIRouter()
 
@@ -36,6 +37,8 @@ def create_app(async_engine: AsyncEngine | None, config: EngineConfig) -> FastAP
     install_handlers(app)
     for router in (probes, completions.router, chat.router, adapters.router, adapters.management):
         app.include_router(router)
+    if config.page:
+        install_page(app)
     return app
 
 

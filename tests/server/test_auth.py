@@ -7,6 +7,7 @@ from starlette.routing import Route
 
 from multilora_jax.server.adapters import management
 from multilora_jax.server.auth import OPEN_PATHS, is_loopback
+from multilora_jax.server.page_files import PAGE_PATHS
 
 pytestmark = pytest.mark.anyio
 
@@ -15,7 +16,9 @@ MANAGEMENT = (
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter",
     "/load_lora_adapter", "/unload_lora_adapter",
 )  # fmt: skip
-INFERENCE = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"))
+INFERENCE = (
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/page/compare"),
+)  # fmt: skip
 
 
 def bearer(key):
@@ -85,7 +88,7 @@ async def test_d26_every_route_is_known_and_protected(make_server):
         for key in (None, "sk-wrong"):
             expected_open = path in OPEN_PATHS
             assert (await status(server, method, path, key) == 401) != expected_open, path
-    assert sorted(OPEN_PATHS) == ["/health", "/metrics", "/version"]
+    assert sorted(OPEN_PATHS - PAGE_PATHS) == ["/health", "/metrics", "/version"]
     assert await status(server, "GET", "/v1/nothing", None) == 401
 
 
