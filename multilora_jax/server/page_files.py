@@ -17,8 +17,8 @@ TYPES = {
 INDEX = "index.html"
 
 NAMES = (
-    "index.html", "page.css", "parts.css", "icon.svg", "theme.js", "main.js", "dom.js", "api.js", "colours.js", "live.js",
-    "pool.js", "batch.js", "charts.js", "adapters.js", "playground.js", "answers.js", "picker.js",
+    "index.html", "page.css", "parts.css", "icon.svg", "theme.js", "main.js", "dom.js", "api.js", "colours.js",
+    "live.js", "pool.js", "batch.js", "charts.js", "adapters.js", "playground.js", "answers.js", "picker.js",
 )  # fmt: skip
 """What may be asked for; nothing else of the folder is served."""
 

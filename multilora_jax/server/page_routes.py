@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from multilora_jax.server.auth import require_admin
-from multilora_jax.server.compare import Comparison, CompareBody
+from multilora_jax.server.compare import CompareBody, Comparison
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.page_files import INDEX, PAGE_PATHS, page_file
 from multilora_jax.server.streaming import EventStream

@@ -30,7 +30,9 @@ def look(view: PoolView, engine: Any) -> None:
     view.update(pool_view.capture(engine))
 
 
-def cells(view: PoolView, since: int = -1, into: dict[int, tuple[int, int]] | None = None) -> dict[int, tuple[int, int]]:
+def cells(
+    view: PoolView, since: int = -1, into: dict[int, tuple[int, int]] | None = None
+) -> dict[int, tuple[int, int]]:
     """Cell to (code, used), as a viewer that holds `into` knows them after an answer."""
     found = dict(into or {})
     for first, length, code, used in view.runs(since):
@@ -46,7 +48,8 @@ def test_each_kind_of_page_has_its_code():
     engine.allocator.allocate(1, PageKind.CACHED)
     look(view, engine)
     upper, json = view.slots.take("upper"), view.slots.take("json")
-    assert upper == FIRST_SLOT and json == FIRST_SLOT + 1
+    assert upper == FIRST_SLOT
+    assert json == FIRST_SLOT + 1
     assert view.runs() == [
         (0, 3, upper, 1), (3, 2, KV, 1), (5, 2, json, 1), (7, 1, CACHED, 1), (8, 2, FREE, 0)
     ]  # fmt: skip

@@ -70,7 +70,9 @@ async def test_every_file_comes_with_a_strict_policy(make_page):
         assert response.status_code == 200, path
         assert HEADERS.items() <= dict(response.headers).items() | {(k, response.headers.get(k)) for k in HEADERS}
         policy = response.headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
         again = await client.get(path, headers={"If-None-Match": response.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
     for path in ("/page/", "/page/index.html", "/page/../page_files.py", "/page/main.py", "/page"):
@@ -96,7 +98,8 @@ def test_nothing_is_asked_of_elsewhere_and_no_text_becomes_markup():
             for module in re.findall(r'from "\./([\w.]+)"', text):
                 assert module in NAMES
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", (FOLDER / "index.html").read_text(), re.DOTALL)
-    assert scripts and all("src=" in attributes and not content for attributes, content in scripts)
+    assert scripts
+    assert all("src=" in attributes and not content for attributes, content in scripts)
 
 
 async def test_the_page_can_be_turned_off(make_server):
@@ -110,7 +113,18 @@ async def test_the_page_can_be_turned_off(make_server):
 @pytest.mark.slow
 def test_a_wheel_contains_the_page(tmp_path):
     root = FOLDER.parent.parent.parent
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "-q", "-w", str(tmp_path), str(root)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-cache-dir",
+        "-q",
+        "-w",
+        str(tmp_path),
+        str(root),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     [wheel] = tmp_path.glob("*.whl")
@@ -155,7 +169,8 @@ async def test_what_the_live_view_tells(make_page):
     assert row["slot"] != rows["adapter-b"]["slot"]
     assert sum(point[1] for point in state["history"]["points"]) == 6
     assert state["history"]["points"][-1][3] is not None or len(state["history"]["points"]) > 1
-    assert state["pool"]["full"] and sum(run[1] for run in state["pool"]["runs"]) == state["pool"]["cells"] == PAGES
+    assert state["pool"]["full"]
+    assert sum(run[1] for run in state["pool"]["runs"]) == state["pool"]["cells"] == PAGES
     assert state["pool"]["runs"][0] == [0, 7, 1, 1]
     assert state["model"]["name"] == "base"
 
@@ -191,7 +206,8 @@ async def test_many_adapters_are_listed_in_part(make_page, adapter_paths, monkey
     server = make_page(lora_modules=modules)
     await server.complete(model="n7", prompt="abc", max_tokens=1)
     rows = (await server.client.get("/page/live")).json()["adapters"]["rows"]
-    assert [row["name"] for row in rows][0] in ("n7", "n0") and len(rows) == 3
+    assert next(row["name"] for row in rows) in ("n7", "n0")
+    assert len(rows) == 3
     monkeypatch.setattr("multilora_jax.server.live.SHARED_S", 0.0)
     rows = (await server.client.get("/page/live")).json()["adapters"]["rows"]
     assert [row["name"] for row in rows] == ["n7", "n0", "n1"]
@@ -258,7 +274,8 @@ async def test_a_comparison_carries_the_caller_s_key_and_limits(make_page):
     assert (await server.client.post("/page/compare", json=body)).status_code == 401
     await compared(server, bearer(API), **body)
     [event, _] = (await compared(server, bearer(API), **body))[0]
-    assert event["error"]["code"] == 429 and int(event["retry_after_s"]) > 0
+    assert event["error"]["code"] == 429
+    assert int(event["retry_after_s"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,20 @@ let names = new Map();
 
 /** Take the slots that the server gave the adapters; returns whether any changed. */
 export function setSlots(rows) {
-  const next = new Map(rows.filter((row) => row.slot >= FIRST_SLOT).map((row) => [row.name, row.slot]));
-  const same = next.size === slots.size && [...next].every(([name, slot]) => slots.get(name) === slot);
-  if (same) return false;
+  return assign(rows.filter((row) => row.slot >= FIRST_SLOT).map((row) => [row.name, row.slot]));
+}
+
+function assign(pairs) {
+  const next = new Map(pairs);
+  if (next.size === slots.size && pairs.every(([name, slot]) => slots.get(name) === slot)) return false;
   slots = next;
-  names = new Map([...next].map(([name, slot]) => [slot, name]));
+  names = new Map(pairs.map(([name, slot]) => [slot, name]));
   return true;
 }
 
 /** For those who may not see the server's slots: by the order in which the models are listed. */
 export function setOrder(adapters) {
-  if (!slots.size) adapters.forEach((name, index) => slots.set(name, FIRST_SLOT + index));
+  if (!slots.size) assign(adapters.map((name, index) => [name, FIRST_SLOT + index]));
 }
 
 export const nameOf = (code) => names.get(code) ?? "another adapter";

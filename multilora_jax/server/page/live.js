@@ -11,7 +11,7 @@ import { updatePool } from "./pool.js";
 const LONGEST_WAIT_S = 30;
 const GIVEN_UP = new Set([401, 403]);
 
-const perSecond = (value) => `${value >= 100 ? Math.round(value) : value.toFixed(value ? 1 : 0)} tok/s`;
+const perSecond = (value) => `${Number(value.toFixed(value < 100 ? 1 : 0))} tok/s`;
 const throughput = new Chart(
   "throughput",
   [

@@ -49,8 +49,8 @@ export function updatePool(next, slotsChanged) {
 export function layOut() {
   const width = Math.floor(map.clientWidth);
   if (!pool || !width) return;
-  const tall = width < 560 ? 400 : 330;
-  pitch = 14;
+  const tall = width < 560 ? 380 : 340;
+  pitch = 22;
   while (pitch > 4 && Math.ceil(pool.cells / Math.floor(width / pitch)) * pitch > tall) pitch -= 1;
   columns = Math.floor(width / pitch);
   const rows = Math.ceil(pool.cells / columns);
@@ -78,9 +78,9 @@ function drawCells(first, end) {
   if (!pool) return;
   colours ??= resolved(FIRST_SLOT + 10);
   const context = canvas.getContext("2d");
-  const gap = pitch >= 7 ? 1.5 : 1;
+  const gap = pitch >= 12 ? 2.5 : pitch >= 7 ? 1.5 : 1;
   const size = pitch - gap;
-  const radius = pitch >= 9 ? 2 : pitch >= 6 ? 1 : 0;
+  const radius = pitch >= 14 ? 3.5 : pitch >= 9 ? 2 : pitch >= 6 ? 1 : 0;
   for (let cell = first; cell < end; cell += 1) {
     const code = codes[cell];
     const x = (cell % columns) * pitch;
