@@ -7,43 +7,21 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from multilora_jax.lora.cache import AdapterCache
-from multilora_jax.memory.allocator import PageAllocator, PageKind
-from multilora_jax.request import LoRARequest
+from multilora_jax.memory.allocator import PageKind
 from multilora_jax.server.page_files import HEADERS, NAMES, PAGE_PATHS, page_file
-from tests.server.fake_engine import PAGES, FakeEngine
+from tests.server.fake_engine import PAGES
 from tests.server.harness import Server, parse_events, wait_for
+from tests.server.pool_engine import PoolEngine
 from tests.server.test_auth import bearer
 
 pytestmark = pytest.mark.anyio
 
 FOLDER = Path(__file__).parent.parent.parent / "multilora_jax" / "server" / "page"
 API, ADMIN = "sk-api", "sk-admin"
-
-
-class PoolEngine(FakeEngine):
-    """A FakeEngine with a pool to look at."""
-
-    def __init__(self, **config):
-        super().__init__(**config)
-        self.allocator = PageAllocator(PAGES + 1)
-        self.cache = AdapterCache(self.allocator)
-        self.geometry = SimpleNamespace(page_bytes=1024, page_tokens=16)
-        self.together = 0  # most requests that a step found
-
-    def step(self):
-        self.together = max(self.together, len(self.requests))
-        return super().step()
-
-    def _advance(self, request):
-        asked = [LoRARequest(adapter.name, adapter.int_id, adapter.path) for adapter in request.adapters]
-        return replace(super()._advance(request), lora_request=asked or None)
 
 
 @pytest.fixture
