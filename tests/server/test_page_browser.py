@@ -18,7 +18,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 API, ADMIN = "sk-api-1234", "sk-admin-1234"
 WIDTHS = (360, 768, 1440)
-SLOW_MS = 12_000  # a busy machine is no failure
+SLOW_MS = 60_000  # a busy machine is no failure
 
 
 def find_chromium(playwright: Any) -> str | None:
@@ -150,7 +150,7 @@ def test_the_keyboard_is_enough(open_page, address):
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
     seen = set()
-    for _ in range(60):
+    while page.evaluate("document.activeElement !== document.body"):
         focused = page.evaluate(
             "(e => [e.id || e.getAttribute('aria-label') || e.value || e.textContent, getComputedStyle(e).outlineStyle,"
             " e.matches('input[type=radio], input[type=checkbox]')])(document.activeElement)"
@@ -305,7 +305,7 @@ def test_names_may_hold_markup(open_page, adapter_paths):
 
 
 def test_a_policy_stands_behind_the_escaping(open_page, address):
-    page = open_page(address, expect="")
+    page = open_page(address, expect="requires 'TrustedHTML'")
     status(page, "Live")
     refused = page.evaluate("(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } })()")
     assert refused == "TypeError"

@@ -47,7 +47,7 @@ export const percent = (part, total) => (total ? `${Math.round((100 * part) / to
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  return value < 1 ? `${(value * 1000).toFixed(0)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  return value < 1 ? `${(value * 1000).toFixed(0)} ms` : `${Number(value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0))} s`;
 }
 
 export function bytes(value) {
