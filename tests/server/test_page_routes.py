@@ -237,7 +237,7 @@ async def test_one_that_is_refused_leaves_the_others(make_page):
 
 
 async def test_a_caller_who_leaves_ends_all_of_them(make_page):
-    server = make_page(step_seconds=0.01)
+    server = make_page(step_seconds=0.3)  # they would run for half a minute
     work = asyncio.create_task(
         compared(server, models=["base", "adapter-a"], route="completions", request={"prompt": "x", "max_tokens": 100})
     )

@@ -59,7 +59,7 @@ export class Answer {
     this.tokens = usage.completion_tokens;
     const cached = usage.prompt_tokens_details?.cached_tokens;
     const prompt = `${count(usage.prompt_tokens)} in${cached ? ` (${count(cached)} cached)` : ""}`;
-    setText(this.usage, `${count(this.tokens)} tokens, ${prompt}`);
+    setText(this.usage, `${count(this.tokens)} ${this.tokens === 1 ? "token" : "tokens"}, ${prompt}`);
     this.measure();
   }
 
