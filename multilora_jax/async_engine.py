@@ -166,21 +166,29 @@ class AsyncEngine(AdapterCalls):
 
     async def stats(self, timeout_s: float = 1.0) -> EngineStats:
         """The engine's figures, read between two steps; the last known ones if a step takes longer than timeout_s."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[None] = loop.create_future()
 
         def read() -> None:
             self._last_stats = self.engine.stats()
+
+        await self.between_steps(read, timeout_s)
+        return self._last_stats
+
+    async def between_steps(self, read: Callable[[], None], timeout_s: float = 1.0) -> None:
+        """Call `read()` on the engine thread; it is called later, or never, where this takes longer than timeout_s."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = loop.create_future()
+
+        def call() -> None:
+            read()
             post(loop, lambda: answer.done() or answer.set_result(None))
 
         with self._lock:
             running = self._cause_of_death is None and not self._stopped
             if running:
-                self._commands.put(read)
+                self._commands.put(call)
         if running:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(answer, timeout_s)
-        return self._last_stats
 
     @property
     def healthy(self) -> bool:

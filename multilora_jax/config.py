@@ -224,6 +224,10 @@ class EngineConfig(ApiConfig):
         ),
     )
 
+    page: bool = field(
+        default=True, metadata=key_info("Serve a page for browsers at /: the pool, the adapters, and a playground.")
+    )
+
     def __post_init__(self) -> None:
         hints = _hints()
         for f in fields(self):

@@ -92,6 +92,7 @@ HOST = (
     "multilora_jax.engine.scheduler",
     "multilora_jax.engine.simulation",
     "multilora_jax.engine.metrics",
+    "multilora_jax.engine.pool_view",
     "multilora_jax.engine.rank_rows",
     "multilora_jax.engine.host_memory",
     "multilora_jax.engine.inputs",
@@ -134,6 +135,7 @@ HOST = (
     "multilora_jax.bench.trace_report",
     "multilora_jax.bench.trace_run",
     "multilora_jax.pool_map",
+    "multilora_jax.config_reference",
 )
 """Modules and packages that work, and are tested in milliseconds, without jax."""
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Generic
 
 from multilora_jax.errors import ConfigError
-from multilora_jax.lora.residency import EXPECTED, LOADING, NEXT, AdapterT, PageWrite, Residency
+from multilora_jax.lora.residency import EXPECTED, LOADING, NEXT, AdapterT, PageWrite, Residency, UseTally
 from multilora_jax.memory.allocator import PageAllocator, PageKind, PoolIntegrityError
 from multilora_jax.memory.recency import EvictionOrder, EvictionPolicy, Rank
 
@@ -34,6 +34,7 @@ class AdapterCache(Generic[AdapterT]):
         order: of eviction, for whatever else may be idle in the pool too.
         hits: acquisitions that found the adapter resident, without a load made for them.
         misses: loads that requests caused (those for a pin are not counted).
+        tally: hits and misses of each adapter.
         loads: page sets reserved.
         evictions: adapters that lost their pages to make room (unloads are not counted).
 
@@ -53,6 +54,7 @@ class AdapterCache(Generic[AdapterT]):
         self.order = EvictionOrder(policy)
         self.max_adapter_pages = cap
         self.hits = self.misses = self.loads = self.evictions = 0
+        self.tally = UseTally()
         self._allocator = allocator
         self._resident: dict[AdapterT, Residency] = {}
         self._loading: dict[AdapterT, None] = {}  # first reserved first
@@ -128,7 +130,7 @@ class AdapterCache(Generic[AdapterT]):
         if not self.is_ready(adapter):
             return False
         entry = self._resident[adapter]
-        self.hits += not entry.counts_as_miss
+        self.hits += self.tally.hit(adapter, not entry.counts_as_miss)
         entry.counts_as_miss = entry.unused = False
         entry.references += 1
         self._lost.discard(adapter)
@@ -234,7 +236,7 @@ class AdapterCache(Generic[AdapterT]):
         self._loading[adapter] = None
         self._adapter_pages += adapter.num_pages
         self.loads += 1
-        self.misses += adapter not in self._pinned
+        self.misses += self.tally.miss(adapter, adapter not in self._pinned)
         self.order.enter(adapter)
         self._settle(adapter)
         return True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 EXPECTED, LOADING, NEXT = 1.0, 2.0, 3.0
 """How the rank of an idle adapter begins (see EvictionOrder) that a waiting request in sight wants, whose pages are
@@ -51,3 +52,31 @@ class Residency:
     references: int = 0
     counts_as_miss: bool = True
     unused: bool = True
+
+
+class UseTally:
+    """How often each adapter was found in the pool when a sequence wanted it, and how often it had to be brought in.
+
+    Adapters are held weakly: the counts of one go with its registration.
+    """
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+
+    def of(self, adapter: Any) -> tuple[int, int]:
+        """(hits, misses) of one adapter."""
+        hits, misses = self._counts.get(adapter, (0, 0))
+        return hits, misses
+
+    def hit(self, adapter: Any, counts: bool) -> bool:
+        """Counts a hit where it `counts` as one; `counts` again."""
+        self._entry(adapter)[0] += counts
+        return counts
+
+    def miss(self, adapter: Any, counts: bool) -> bool:
+        """As `hit`, for a miss."""
+        self._entry(adapter)[1] += counts
+        return counts
+
+    def _entry(self, adapter: Any) -> list[int]:
+        return self._counts.setdefault(adapter, [0, 0])

@@ -18,6 +18,7 @@ from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import install_handlers
 from multilora_jax.server.openapi import install_openapi
 from multilora_jax.server.request_ids import RequestIdMiddleware
+from multilora_jax.server.page_routes import install_page
 
 probes = APIRouter()
 
@@ -42,6 +43,8 @@ def create_app(async_engine: AsyncEngine | None, config: EngineConfig) -> FastAP
         probes, completions.router, chat.router, tokenization.router, adapters.router, adapter_status.management
     ):  # fmt: skip
         app.include_router(router)
+    if config.page:
+        install_page(app)
     install_openapi(app)
     return app
 

@@ -15,9 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from multilora_jax.errors import PermissionDeniedError
 from multilora_jax.server.errors import AuthenticationError, error_response
+from multilora_jax.server.page_files import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
-"""Probes and scrapers carry no key."""
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics"}) | PAGE_PATHS
+"""Probes and scrapers carry no key; the page for browsers, which is the same for all, asks for one."""
 
 
 class Keys:

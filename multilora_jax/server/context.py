@@ -11,6 +11,7 @@ from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest
+from multilora_jax.server.live import LiveView
 from multilora_jax.server.metrics import ServerMetrics
 from multilora_jax.server.mixes import MixEntry
 from multilora_jax.server.resolvers import Resolvers
@@ -46,12 +47,15 @@ class ServerContext:
         self.started_at = int(time.time())
         self._engine: AsyncEngine | None = None
         self._metrics: ServerMetrics | None = None
+        self._live: LiveView | None = None
         self._lora_ids = itertools.count(1)
 
     def attach(self, engine: AsyncEngine) -> None:
         """Serve this warmed-up engine from now on."""
         self._metrics = ServerMetrics(engine.engine.base_name, self.config.max_loras)
         engine.add_observer(self._metrics.observe)
+        if self.config.page:
+            self._live = LiveView(engine)
         self._engine = engine
 
     @property
@@ -67,6 +71,13 @@ class ServerContext:
         _ = self.engine
         assert self._metrics is not None
         return self._metrics
+
+    @property
+    def live(self) -> LiveView:
+        """What the page shows. Raises UnavailableError before `attach`; there is none where the page is off."""
+        _ = self.engine
+        assert self._live is not None
+        return self._live
 
     def check_healthy(self) -> None:
         """Raises UnavailableError while starting, and once the engine thread has died or hangs."""
