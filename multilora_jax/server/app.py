@@ -17,8 +17,8 @@ from multilora_jax.server.auth import AuthMiddleware, Keys
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import install_handlers
 from multilora_jax.server.openapi import install_openapi
-from multilora_jax.server.request_ids import RequestIdMiddleware
 from multilora_jax.server.page_routes import install_page
+from multilora_jax.server.request_ids import RequestIdMiddleware
 
 probes = APIRouter()
 
