@@ -137,8 +137,9 @@ def resolve_paths(values: Mapping[str, Any], base_dir: str | os.PathLike[str]) -
             out[key] = value if is_hub_id(value) and not os.path.exists(path) else path
     if isinstance(out.get("chat_template"), str) and not is_inline_template(out["chat_template"]):
         out["chat_template"] = joined(out["chat_template"])
-    if "compilation_cache_dir" in out:
-        out["compilation_cache_dir"] = joined(out["compilation_cache_dir"])
+    for key in ("compilation_cache_dir", "keys_file", "ssl_certfile", "ssl_keyfile"):
+        if key in out:
+            out[key] = joined(out[key])
     if isinstance(out.get("adapter_roots"), list | tuple):
         out["adapter_roots"] = [joined(root) for root in out["adapter_roots"]]
     if out.get("lora_modules") is not None:
