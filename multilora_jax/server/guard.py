@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -113,6 +114,9 @@ class CallMiddleware:
         self._calls.active += works
         try:
             await self._app(scope, noted_receive, noted_send)
+        except asyncio.CancelledError:
+            call.gone = True
+            raise
         except BaseException:
             call.error = call.error or "internal_error"
             raise
