@@ -63,7 +63,8 @@ class Call:
         traceparent: the header of that name: the trace that the request belongs to.
         started: time.monotonic() seconds.
         caller: who sent it; nobody until its key was looked at.
-        submissions: what it asked of the engine so far.
+        num_prompts: how many it has asked the engine for, admitted or not.
+        submissions: what the engine took.
         status: of the answer, None while there is none.
         error: the reason of an error that it was answered with.
         gone: whether the client left before the answer was complete.
@@ -76,6 +77,7 @@ class Call:
     traceparent: str = ""
     started: float = field(default_factory=time.monotonic)
     caller: Caller = NOBODY
+    num_prompts: int = 0
     submissions: list[Submission] = field(default_factory=list)
     status: int | None = None
     error: str | None = None

@@ -193,7 +193,8 @@ class EngineView:
     def _size(self, prompt: Any, params: SamplingParams) -> tuple[int, int]:
         """Tokens of a prompt, and the most that it and its answers may take, checked."""
         most = self._config.max_prompts_per_request
-        if len(self._call.submissions) >= most:
+        self._call.num_prompts += 1  # those under way too, which are submitted side by side
+        if self._call.num_prompts > most:
             raise UserError(
                 f"one request may bring {most} prompts (max_prompts_per_request): send several requests",
                 reason="too_many_prompts", param="prompt",

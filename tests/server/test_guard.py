@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
-import threading
+import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -46,25 +48,23 @@ async def test_a_body_beyond_the_limit_is_413(make_server, declared):
     assert len(server.engine.params_seen) == 1
 
 
-def exchange(address: str, parts, wait_s: float = 10.0) -> tuple[bytes, int]:
-    """Sends bytes until the server answers; what it said, and how many bytes of the parts had been sent by then."""
+def exchange(address: str, parts: Iterable[bytes], wait_s: float = 30.0) -> tuple[bytes, int]:
+    """Sends parts until the server answers; what it said, and how many bytes had been sent by then."""
     host, port = address.removeprefix("http://").split(":")
-    sent = 0
+    sent, deadline = 0, time.monotonic() + wait_s
     with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
-        connection.setblocking(True)
-        answer: list[bytes] = []
-        reader = threading.Thread(target=lambda: answer.append(connection.recv(65536)), daemon=True)
-        reader.start()
-        try:
-            for part in parts:
-                if answer:
-                    break
-                connection.sendall(part)
-                sent += len(part)
-        except OSError:  # it has closed the connection: it wants no more
-            pass
-        reader.join(wait_s)
-    return b"".join(answer), sent
+        connection.settimeout(0.5)
+        left, more = b"", iter(parts)
+        while time.monotonic() < deadline:
+            left = left or next(more, b"")
+            writable = [connection] if left else []
+            readable, writable, _ = select.select([connection], writable, [], wait_s)
+            if readable:
+                return connection.recv(65536), sent
+            if writable:
+                count = connection.send(left)
+                sent, left = sent + count, left[count:]
+    return b"", sent
 
 
 @pytest.mark.parametrize("chunked", [True, False])
