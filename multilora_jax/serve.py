@@ -160,14 +160,14 @@ class _Http:
         while not self._server.should_exit:
             self._thread.join(POLL_S)
             if not self._thread.is_alive():
-                return 1
+                break
             if calls.draining and (not calls.active or time.monotonic() >= self._deadline):
                 if calls.active:
                     log.warning("%d requests did not finish within drain_seconds", calls.active)
                     engine.shutdown(drain=False)
                 self._server.should_exit = True
         self._thread.join()
-        return 0
+        return 0 if self._server.should_exit else 1
 
     def stop(self) -> None:
         """End without waiting for requests: none can be running yet."""

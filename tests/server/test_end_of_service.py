@@ -39,7 +39,7 @@ def served(monkeypatch):
 
         def call() -> None:
             try:
-                result.append(client(port))
+                result.append(client(port, engine))
             except BaseException as error:
                 result.append(error)
             finally:
@@ -75,7 +75,7 @@ def ready(client: httpx.Client) -> None:
 def test_tls_by_file(served, capsys):
     trust = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
 
-    def client(port: int) -> Any:
+    def client(port: int, _: FakeEngine) -> Any:
         with httpx.Client(base_url=f"https://localhost:{port}", verify=trust) as secure:
             ready(secure)
             answer = secure.get("/v1/models").status_code
@@ -88,26 +88,36 @@ def test_tls_by_file(served, capsys):
     assert "at https://127.0.0.1:" in capsys.readouterr().out
 
 
+def look_while_draining(port: int) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as caller:
+        deadline = time.monotonic() + 20
+        while caller.get("/ready").status_code != 503:
+            assert time.monotonic() < deadline
+        refused = caller.post("/v1/completions", json={"model": "base", "prompt": "hi"})
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "draining")
+        assert caller.get("/health").status_code == 200
+
+
 @pytest.mark.parametrize("drain_seconds", [60.0, 0.3])
 def test_after_sigterm_what_runs_gets_drain_seconds(served, drain_seconds):
     """Enough: it is finished, and the server ends at once then. Too few: it gets an error, and the server ends."""
-    num_tokens = 100 if drain_seconds > 1 else 90_000
+    enough = drain_seconds > 1
 
-    def client(port: int) -> Any:
+    def client(port: int, engine: FakeEngine) -> Any:
         events: list[str] = []
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as caller:
             ready(caller)
-            body = {"model": "fake", "prompt": "hi", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-            with caller.stream("POST", "/v1/completions", json=body) as response:
+            body = {"model": "base", "prompt": "hi", "max_tokens": 20 if enough else 90_000, "ignore_eos": True}
+            with caller.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
                 lines = response.iter_lines()
                 events.append(next(lines))
-                os.kill(os.getpid(), signal.SIGTERM)
+                if enough:
+                    engine.gate.clear()  # nothing ends before all has been looked at
                 began = time.monotonic()
-                while httpx.get(f"http://127.0.0.1:{port}/ready").status_code != 503:
-                    assert time.monotonic() < began + 20
-                refused = caller.post("/v1/completions", json={"model": "fake", "prompt": "hi"})
-                assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "draining")
-                assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+                os.kill(os.getpid(), signal.SIGTERM)
+                if enough:
+                    look_while_draining(port)
+                    engine.gate.set()
                 events += [line for line in lines if line]
         return events, began
 
@@ -115,7 +125,7 @@ def test_after_sigterm_what_runs_gets_drain_seconds(served, drain_seconds):
     assert status == 0
     assert events[-1] == "data: [DONE]"
     last = json.loads(events[-2].removeprefix("data: "))
-    if drain_seconds > 1:
+    if enough:
         assert last["choices"][0]["finish_reason"] == "length"
     else:
         assert last["error"]["reason"] == "shutting_down"
