@@ -78,6 +78,7 @@ def serve(config: EngineConfig) -> int:
             raise
         engine.runner.programs.announces = True
         async_engine = AsyncEngine(engine)
+        http.calls = app.state.context.calls
         app.state.context.attach(async_engine)
         # What is there now stays for as long as the process: searching it for garbage takes 60
         # milliseconds and more (SmolLM2-135M), in the middle of some step.
@@ -88,7 +89,7 @@ def serve(config: EngineConfig) -> int:
         print(engine.describe())
         print(f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}")
         print(f"\n{curl_line(engine, address)}\n", flush=True)
-        status = http.wait(app.state.context.calls, async_engine)
+        status = http.wait(async_engine)
         async_engine.shutdown(drain=False)
         if app.state.tracing:
             app.state.tracing.close()
@@ -133,7 +134,11 @@ def check_certificate(config: EngineConfig) -> None:
 
 
 class _Http:
-    """uvicorn on a thread, ended by the process's signals, which only the main thread may receive."""
+    """uvicorn on a thread, ended by the process's signals, which only the main thread may receive.
+
+    Attributes:
+        calls: the requests under way; None until there can be any.
+    """
 
     def __init__(self, app: Any, listener: socket.socket, config: EngineConfig):
         self._server = uvicorn.Server(
@@ -143,20 +148,21 @@ class _Http:
             )
         )  # fmt: skip
         self._drain_s = config.drain_seconds
-        self._calls: Calls | None = None
+        self.calls: Calls | None = None
         self._deadline = math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http", daemon=True)
         self._thread.start()
 
-    def wait(self, calls: Calls, engine: AsyncEngine) -> int:
+    def wait(self, engine: AsyncEngine) -> int:
         """Block until the server has been told to end and has drained; 1 if it ended by itself.
 
         While it drains it goes on listening, so that whoever comes is told so. What still runs at the end of
         drain_seconds gets an error.
         """
-        self._calls = calls
+        calls = self.calls
+        assert calls is not None
         while not self._server.should_exit:
             self._thread.join(POLL_S)
             if not self._thread.is_alive():
@@ -175,16 +181,16 @@ class _Http:
         self._thread.join()
 
     def _on_signal(self, number: int, _: object) -> None:
-        if self._calls is None:
+        if self.calls is None:
             # Nothing runs yet that could be lost, and a compilation under way would hold up an orderly end.
             print("stopped before the server was ready", file=sys.stderr, flush=True)
             os._exit(0)
-        if self._calls.draining and number == signal.SIGINT:
+        if self.calls.draining and number == signal.SIGINT:
             self._server.should_exit = self._server.force_exit = True
-        if not self._calls.draining:
-            log.info("stopping: %d requests to finish", self._calls.active)
+        if not self.calls.draining:
+            log.info("stopping: %d requests to finish", self.calls.active)
             self._deadline = time.monotonic() + self._drain_s
-        self._calls.draining = True
+        self.calls.draining = True
 
 
 def listen(host: str, port: int) -> socket.socket:

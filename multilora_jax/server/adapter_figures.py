@@ -98,10 +98,14 @@ class AdapterFigures:
         if len(self._shown) >= self._most:
             least = min(self._shown, key=lambda shown: self._shown[shown].weigh(now))
             if weight < 2 * self._shown[least].weight:
-                self._candidates[name] = candidate
-                if len(self._candidates) > self._most:
-                    self._candidates.popitem(last=False)
+                self._remember(name, candidate)
                 return self._rest
-            self._candidates[least] = Series(weight=self._shown.pop(least).weight, seen=now)
+            self._remember(least, Series(weight=self._shown.pop(least).weight, seen=now))
         self._shown[name] = Series(weight=weight, seen=now)
         return self._shown[name]
+
+    def _remember(self, name: str, candidate: Series) -> None:
+        """Keeps the weight of an adapter without a series; the one unused for longest is forgotten for it."""
+        self._candidates[name] = candidate
+        if len(self._candidates) > self._most:
+            self._candidates.popitem(last=False)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import ssl
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,47 +16,38 @@ import pytest
 
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
-from multilora_jax.serve import check_certificate, serve
-from tests.server.fake_engine import FakeEngine
+from multilora_jax.serve import check_certificate
 from tests.server.test_serve import free_port
 
+ROOT = Path(__file__).parent.parent.parent
 TLS = Path(__file__).parent.parent / "data" / "tls"
 CERTIFICATE = {"ssl_certfile": str(TLS / "cert.pem"), "ssl_keyfile": str(TLS / "key.pem")}
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """Runs `serve` with a client on a thread; returns the exit status, what the client returned, and the seconds."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def start():
+    """Starts served_fake; returns its process and its port."""
+    processes: list[subprocess.Popen[str]] = []
 
-    def run(client: Any, step_seconds: float = 0.0, **config: Any) -> tuple[int, Any, float]:
-        port, engine = free_port(), FakeEngine(max_model_len=100_000, step_seconds=step_seconds)
-        engine.runner = SimpleNamespace(programs=SimpleNamespace(announces=False))  # type: ignore[attr-defined]
-        engine.describe = lambda: "fake"  # type: ignore[attr-defined]
-        monkeypatch.setattr("multilora_jax.serve.build_engine", lambda _: engine)
-        result: list[Any] = []
+    def make(**config: Any) -> tuple[subprocess.Popen[str], int]:
+        port = free_port()
+        command = [sys.executable, "-m", "tests.server.served_fake", json.dumps({"port": port, **config})]
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        processes.append(process)
+        return process, port
 
-        def call() -> None:
-            try:
-                result.append(client(port, engine))
-            except BaseException as error:
-                result.append(error)
-            finally:
-                os.kill(os.getpid(), signal.SIGTERM)
+    yield make
+    for process in processes:
+        process.kill()
+        process.communicate()
 
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        status = serve(EngineConfig(model="fake", port=port, **config))
-        ended = time.monotonic()
-        thread.join(30)
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        started = result[0][1] if isinstance(result[0], tuple) else ended
-        return status, result[0], ended - started
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def tell(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{word}\n")
+    process.stdin.flush()
 
 
 def ready(client: httpx.Client) -> None:
@@ -72,20 +62,18 @@ def ready(client: httpx.Client) -> None:
     pytest.fail("not ready")
 
 
-def test_tls_by_file(served, capsys):
+def test_tls_by_file(start):
+    process, port = start(**CERTIFICATE)
     trust = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
-
-    def client(port: int, _: FakeEngine) -> Any:
-        with httpx.Client(base_url=f"https://localhost:{port}", verify=trust) as secure:
-            ready(secure)
-            answer = secure.get("/v1/models").status_code
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{port}/health")
-        return answer
-
-    status, answer, _ = served(client, **CERTIFICATE)
-    assert (status, answer) == (0, 200)
-    assert "at https://127.0.0.1:" in capsys.readouterr().out
+    with httpx.Client(base_url=f"https://localhost:{port}", verify=trust) as secure:
+        ready(secure)
+        assert secure.get("/v1/models").status_code == 200
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{port}/health")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"at https://127.0.0.1:{port}" in output
 
 
 def look_while_draining(port: int) -> None:
@@ -99,37 +87,33 @@ def look_while_draining(port: int) -> None:
 
 
 @pytest.mark.parametrize("drain_seconds", [60.0, 0.3])
-def test_after_sigterm_what_runs_gets_drain_seconds(served, drain_seconds):
+def test_after_sigterm_what_runs_gets_drain_seconds(start, drain_seconds):
     """Enough: it is finished, and the server ends at once then. Too few: it gets an error, and the server ends."""
     enough = drain_seconds > 1
-
-    def client(port: int, engine: FakeEngine) -> Any:
-        events: list[str] = []
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as caller:
-            ready(caller)
-            body = {"model": "base", "prompt": "hi", "max_tokens": 20 if enough else 90_000, "ignore_eos": True}
-            with caller.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-                lines = response.iter_lines()
-                events.append(next(lines))
-                if enough:
-                    engine.gate.clear()  # nothing ends before all has been looked at
-                began = time.monotonic()
-                os.kill(os.getpid(), signal.SIGTERM)
-                if enough:
-                    look_while_draining(port)
-                    engine.gate.set()
-                events += [line for line in lines if line]
-        return events, began
-
-    status, (events, _), seconds = served(client, step_seconds=0.02, drain_seconds=drain_seconds)
-    assert status == 0
+    process, port = start(drain_seconds=drain_seconds)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as caller:
+        ready(caller)
+        body = {"model": "base", "prompt": "hi", "max_tokens": 50 if enough else 90_000, "ignore_eos": True}
+        with caller.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.iter_lines()
+            events = [next(lines)]
+            if enough:
+                tell(process, "hold")  # nothing ends before all has been looked at
+            process.send_signal(signal.SIGTERM)
+            if enough:
+                look_while_draining(port)
+                tell(process, "go")
+            events += [line for line in lines if line]
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
     assert events[-1] == "data: [DONE]"
     last = json.loads(events[-2].removeprefix("data: "))
     if enough:
         assert last["choices"][0]["finish_reason"] == "length"
     else:
         assert last["error"]["reason"] == "shutting_down"
-    assert seconds < 30
+    assert ("did not finish within drain_seconds" in errors) != enough
+    assert "stopping: 1 requests to finish" in errors
 
 
 def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp_path):
