@@ -122,13 +122,13 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(tmp
     for pair in ({"ssl_certfile": str(other)}, {**CERTIFICATE, "ssl_keyfile": str(other)},
                  {"ssl_certfile": CERTIFICATE["ssl_certfile"]}):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
-            check_certificate(EngineConfig(model="m", **pair))
+            check_certificate(EngineConfig.from_dict({"model": "m", **pair}))
         assert caught.value.reason == "bad_certificate"
     with pytest.raises(ConfigError, match="ssl_keyfile is given without ssl_certfile"):
         EngineConfig(model="m", ssl_keyfile=CERTIFICATE["ssl_keyfile"])
     with pytest.raises(ConfigError, match="there is no file"):
         EngineConfig(model="m", keys_file="/nowhere/keys.yaml")
-    for key, bad in (("cors_origins", ("https://a.example/path",)), ("otlp_endpoint", "localhost:4318")):
+    for key, bad in (("cors_origins", ["https://a.example/path"]), ("otlp_endpoint", "localhost:4318")):
         with pytest.raises(ConfigError) as caught:
-            EngineConfig(model="m", **{key: bad})
+            EngineConfig.from_dict({"model": "m", key: bad})
         assert caught.value.param == key
