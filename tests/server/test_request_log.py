@@ -37,7 +37,8 @@ async def test_a_line_says_who_asked_what_and_how_it_ended(make_server, tmp_path
     assert 0 <= times[0] <= times[1] <= times[2] < 60
     assert line == {
         "level": "INFO", "request_id": "r1", "method": "POST", "path": PATH, "status": 200, "tenant": "a",
-        "adapter": "adapter-a", "digest": (digest or "")[:12], "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 4,
+        "adapter": "adapter-a", "digest": (digest or "")[:12], "prompt_tokens": 3, "cached_tokens": 0,
+        "completion_tokens": 4,
         "finish_reason": "length",
     }  # fmt: skip
 
