@@ -18,6 +18,7 @@ from typing import Any, Literal, get_type_hints
 from multilora_jax.config_api import ApiConfig
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
+from multilora_jax.config_server import ServerConfig
 from multilora_jax.config_values import (
     check_range,
     is_hub_id,
@@ -32,7 +33,7 @@ from multilora_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class EngineConfig(ApiConfig):
+class EngineConfig(ApiConfig, ServerConfig):
     """Everything the engine and the server need to start. Only `model` has no default.
 
     `describe_keys()` gives each key's meaning, unit and range.
@@ -214,13 +215,14 @@ class EngineConfig(ApiConfig):
     api_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
-        metadata=key_info("Bearer tokens, one of which every request must carry; none by default."),
+        metadata=key_info("Bearer tokens, one of which every request must carry; none by default. See keys_file."),
     )
     admin_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
         metadata=key_info(
-            "Bearer tokens for loading and unloading adapters. Without any, `api_keys` do, on 127.0.0.1 only."
+            "Bearer tokens for loading and unloading adapters. Without any, `api_keys` do, on 127.0.0.1 only; with "
+            "a keys_file none but admin keys do."
         ),
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from multilora_jax.config_api import check_api
 from multilora_jax.config_scheduling import check_scheduling
+from multilora_jax.config_server import check_server
 from multilora_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def check_together(config: EngineConfig) -> None:
         )  # fmt: skip
     check_scheduling(config)
     check_api(config)
+    check_server(config)
     if config.enable_lora and config.max_rank_rows < -(-config.max_lora_rank // 8) * 8:
         raise ConfigError(
             f"max_rank_rows {config.max_rank_rows} does not hold one adapter of max_lora_rank {config.max_lora_rank}: "

@@ -33,8 +33,8 @@ SCHEDULING: Mapping[str, dict[str, Any]] = {
         "cluster: from so many distinct adapters in the batch on, requests for these go first (S-LoRA's d).", low=1
     ),
     "fair_by": key_info(
-        "fair: what shares are counted for. adapter; or tenant: the request's `user`, else its `cache_salt`, else "
-        "its adapter."
+        "fair: what shares are counted for. adapter; or tenant: that of the request's key in keys_file, else its "
+        "`user`, else its `cache_salt`, else its adapter."
     ),
     "fair_weights": key_info(
         "fair: shares by name of adapter or tenant, as a mapping or a list of name=weight; 1 for those not named."

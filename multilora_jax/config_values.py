@@ -137,7 +137,7 @@ def resolve_paths(values: Mapping[str, Any], base_dir: str | os.PathLike[str]) -
             out[key] = value if is_hub_id(value) and not os.path.exists(path) else path
     if isinstance(out.get("chat_template"), str) and not is_inline_template(out["chat_template"]):
         out["chat_template"] = joined(out["chat_template"])
-    for key in ("compilation_cache_dir", "lora_resolver_folder"):
+    for key in ("compilation_cache_dir", "lora_resolver_folder", "keys_file", "ssl_certfile", "ssl_keyfile"):
         if key in out:
             out[key] = joined(out[key])
     if isinstance(out.get("adapter_roots"), list | tuple):

@@ -41,6 +41,8 @@ class NotFoundError(UserError):
 
     status = 404
     type = "NotFoundError"
+    name: str | None = None
+    """The unknown name, where the error is about an adapter's."""
 
 
 class PermissionDeniedError(UserError):

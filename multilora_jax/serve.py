@@ -10,16 +10,17 @@ import errno
 import gc
 import json
 import logging
+import math
 import os
 import re
 import resource
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
+from multilora_jax.logs import log_to_stderr
 from multilora_jax.server.app import create_app
+from multilora_jax.server.guard import Calls
 
 log = logging.getLogger("multilora_jax.serve")
 
-DRAIN_S = 30
-"""Seconds that running requests get to finish after SIGTERM or SIGINT."""
+CLOSE_S = 5
+"""Seconds that connections get to take their last bytes when nothing runs any more."""
+
+POLL_S = 0.2
+"""How often the main thread looks whether the server is to end."""
 
 
 def seconds_since_start() -> float:
@@ -54,33 +60,39 @@ _IMPORTED = time.monotonic()
 def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit status.
 
-    SIGTERM and SIGINT stop accepting, let running requests finish for DRAIN_S and return 0; before the server is
-    ready they end the process at once. A second SIGINT does not wait.
+    SIGTERM and SIGINT refuse new requests with 503 (/ready too), let running ones finish for drain_seconds and return
+    0; before the server is ready they end the process at once. A second SIGINT does not wait.
 
     Raises:
-        ConfigError: the address cannot be listened on, or the engine cannot be built from this configuration.
+        ConfigError: the address cannot be listened on, the certificate is bad, or the engine cannot be built from this
+            configuration.
     """
+    check_certificate(config)
     with listen(config.host, config.port) as listener:
         app = create_app(None, config)
-        http = _Http(app, listener)
+        http = _Http(app, listener, config)
         try:
             engine = build_engine(config)
         except BaseException:
             http.stop()
             raise
+        engine.runner.programs.announces = True
         async_engine = AsyncEngine(engine)
+        http.calls = app.state.context.calls
         app.state.context.attach(async_engine)
         # What is there now stays for as long as the process: searching it for garbage takes 60
         # milliseconds and more (SmolLM2-135M), in the middle of some step.
         gc.collect()
         gc.freeze()
-        address = f"http://{url_host(config.host)}:{listener.getsockname()[1]}"
+        address = f"{'https' if config.ssl_certfile else 'http'}://{url_host(config.host)}:{listener.getsockname()[1]}"
         seconds = seconds_since_start()
         print(engine.describe())
         print(f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}")
         print(f"\n{curl_line(engine, address)}\n", flush=True)
-        status = http.wait(lambda: async_engine.num_live_requests)
+        status = http.wait(async_engine)
         async_engine.shutdown(drain=False)
+        if app.state.tracing:
+            app.state.tracing.close()
     log.info("stopped")
     return status
 
@@ -105,38 +117,61 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     return engine
 
 
-def log_to_stderr() -> None:
-    """One line with its time for each of the package's log records of level INFO and above."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("multilora_jax")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+def check_certificate(config: EngineConfig) -> None:
+    """Raises ConfigError (`bad_certificate`) where the certificate and its key cannot be used together."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # Without a password of its own OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile {config.ssl_certfile!r} and its key cannot be used ({error}): give a certificate chain and "
+            "its unencrypted private key, both in PEM",
+            reason="bad_certificate", param="ssl_certfile",
+        ) from error  # fmt: skip
 
 
 class _Http:
-    """uvicorn on a thread, ended by the process's signals, which only the main thread may receive."""
+    """uvicorn on a thread, ended by the process's signals, which only the main thread may receive.
 
-    def __init__(self, app: Any, listener: socket.socket):
-        config = uvicorn.Config(
-            app, loop="asyncio", lifespan="off", log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=DRAIN_S,
+    Attributes:
+        calls: the requests under way; None until there can be any.
+    """
+
+    def __init__(self, app: Any, listener: socket.socket, config: EngineConfig):
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, loop="asyncio", lifespan="off", log_level="warning", access_log=False, server_header=False,
+                timeout_graceful_shutdown=CLOSE_S, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+            )
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._num_live: Callable[[], int] | None = None
+        self._drain_s = config.drain_seconds
+        self.calls: Calls | None = None
+        self._deadline = math.inf
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http", daemon=True)
         self._thread.start()
 
-    def wait(self, num_live: Callable[[], int]) -> int:
+    def wait(self, engine: AsyncEngine) -> int:
         """Block until the server has been told to end and has drained; 1 if it ended by itself.
 
-        Args:
-            num_live: tells how many requests are under way.
+        While it drains it goes on listening, so that whoever comes is told so. What still runs at the end of
+        drain_seconds gets an error.
         """
-        self._num_live = num_live
+        calls = self.calls
+        assert calls is not None
+        while not self._server.should_exit:
+            self._thread.join(POLL_S)
+            if not self._thread.is_alive():
+                break
+            if calls.draining and (not calls.active or time.monotonic() >= self._deadline):
+                if calls.active:
+                    log.warning("%d requests did not finish within drain_seconds", calls.active)
+                    engine.shutdown(drain=False)
+                self._server.should_exit = True
         self._thread.join()
         return 0 if self._server.should_exit else 1
 
@@ -146,15 +181,16 @@ class _Http:
         self._thread.join()
 
     def _on_signal(self, number: int, _: object) -> None:
-        if self._num_live is None:
+        if self.calls is None:
             # Nothing runs yet that could be lost, and a compilation under way would hold up an orderly end.
             print("stopped before the server was ready", file=sys.stderr, flush=True)
             os._exit(0)
-        if self._server.should_exit and number == signal.SIGINT:
-            self._server.force_exit = True
-        if not self._server.should_exit:
-            log.info("stopping: %d requests to finish", self._num_live())
-        self._server.should_exit = True
+        if self.calls.draining and number == signal.SIGINT:
+            self._server.should_exit = self._server.force_exit = True
+        if not self.calls.draining:
+            log.info("stopping: %d requests to finish", self.calls.active)
+            self._deadline = time.monotonic() + self._drain_s
+        self.calls.draining = True
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -194,7 +230,8 @@ def curl_line(engine: LLMEngine, address: str) -> str:
         route = "completions"
         body["prompt"] = "The capital of France is"
     body |= {"max_tokens": 32, "temperature": 0}
-    key = ' -H "Authorization: Bearer $API_KEY"' if engine.config.api_keys else ""
+    needs_key = engine.config.api_keys or engine.config.keys_file
+    key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
 
@@ -215,8 +252,9 @@ def main(_: list[str]) -> int:
     """Entry point of the command."""
     # jax reports every accelerator that it does not find at the level of information.
     logging.getLogger("jax").setLevel(logging.WARNING)
-    log_to_stderr()
-    return serve(flags.config_from_flags())
+    config = flags.config_from_flags()
+    log_to_stderr(config.log_format)
+    return serve(config)
 
 
 if __name__ == "__main__":

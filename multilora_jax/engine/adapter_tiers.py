@@ -49,6 +49,7 @@ def make_reader(
         max_extra_vocab=config.max_extra_vocab,
         base_tokenizer=tokenizer,
         base_name=config.model,
+        max_bytes=int(config.max_adapter_mib * 2**20),
     )
     pacer = None if is_busy is None else Pacer(is_busy)
     return AdapterReader(builder, host, threads=READER_THREADS, pacer=pacer, throttle=throttle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,12 @@ from multilora_jax.request import Sequence, SequenceStatus
 
 REFUSALS = ("queue_full", "adapter_rate", "first_token_objective")
 """Reasons of the errors that a request gets when more is asked for than can be served."""
+
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Upper bounds of the counts of steps by their tokens; one more count is of larger ones."""
+
+PHASES = ("launch", "wait", "output")
+"""What a step's host time goes to: planning it and putting it on its way, waiting for the device, taking results."""
 
 
 @dataclass
@@ -41,6 +48,8 @@ class EngineStats:
             the pool), "loading" (on its way there) or "host". A name is there once, in the version that new requests
             get; neither is one there that is only on disk, nor a version that was unloaded or replaced.
         steps: device steps run; step_seconds: seconds spent in them.
+        steps_by_tokens: steps by how many tokens they ran, see STEP_TOKENS; step_tokens: tokens run in all of them.
+        phase_seconds: seconds of the engine's thread in steps, by PHASES.
         attention_backend: what computes attention, see LlamaSpec.
     """
 
@@ -74,12 +83,23 @@ class EngineStats:
     tiers: list[tuple[str, int, str, bool]] = field(default_factory=list)
     steps: int = 0
     step_seconds: float = 0.0
+    steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+    step_tokens: int = 0
+    phase_seconds: tuple[float, ...] = (0.0,) * len(PHASES)
     attention_backend: str = "xla"
 
-    def add_step(self, seconds: float) -> None:
-        """Counts a step."""
+    def add_step(self, seconds: float, num_tokens: int = 0, phases: Iterable[float] = ()) -> None:
+        """Counts a step of so many tokens; `phases` are the seconds of each of PHASES."""
         self.steps += 1
         self.step_seconds += seconds
+        self.step_tokens += num_tokens
+        counts = list(self.steps_by_tokens)
+        counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        # New tuples, so that a snapshot keeps its own.
+        self.steps_by_tokens = tuple(counts)
+        self.phase_seconds = tuple(old + new for old, new in zip(self.phase_seconds, phases, strict=False)) or (
+            self.phase_seconds
+        )
 
     def add_tokens(self, seq: Sequence, proposed: int, accepted: int) -> None:
         """Counts what a step generated for a sequence: a token, and the accepted ones of its proposals."""

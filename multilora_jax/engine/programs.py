@@ -10,7 +10,9 @@ foreseen is an error, never a silent recompilation.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -45,6 +47,8 @@ from multilora_jax.models.llama import begin, compute_logits, decoder_layer, fin
 from multilora_jax.models.loader import param_specs
 from multilora_jax.models.rows import attention_rows, insert_rows, layer_rows_spec, make_rows, unit_columns
 from multilora_jax.models.sampler import StepOutput, sample, token_logprobs
+
+log = logging.getLogger(__name__)
 
 MAX_CPU_GROUP = 4
 """Most layers of one program on a CPU."""
@@ -165,6 +169,7 @@ class Programs:
     Attributes:
         num_compilations: programs compiled, or loaded from the persistent cache, so far.
         group: layers of one `layers` program.
+        announces: whether each program compiled is told in the log, as those are that a request had to wait for.
     """
 
     def __init__(
@@ -181,6 +186,7 @@ class Programs:
         self.mesh = mesh
         self.group = layer_group(spec.config.num_layers, mesh.devices.flat[0].platform)
         self.num_compilations = 0
+        self.announces = False
         self._params = params
         self._specs = param_specs(spec)
         self._pool: Any = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
@@ -201,7 +207,10 @@ class Programs:
         """
         program = self._programs.get(key)
         if program is None:
+            start = time.perf_counter()
             program = getattr(self, f"_{key[0]}")(*key[1:]).compile()
+            if self.announces:
+                log.info("compiled %s in %.2f s", " ".join(map(str, key)), time.perf_counter() - start)
             with self._lock:
                 self.num_compilations += key not in self._programs
                 program = self._programs.setdefault(key, program)

@@ -37,6 +37,7 @@ class LaunchedStep:
 
     def __post_init__(self) -> None:
         """Books what the step will have done: the next one is planned on that."""
+        self.launched_s = time.perf_counter()
         for seq in self.plan.decodes:
             seq.num_computed_tokens += 1
         for seq, _, count in self.built.chunks:
@@ -89,6 +90,7 @@ class StepResults:
 
     def read(self, step: LaunchedStep) -> list[RequestOutput]:
         """Waits for a step; the outputs of the sequences that got a token, those ended meanwhile left out."""
+        asked_s = time.perf_counter()
         plan, built, output = step.plan, step.built, step.output
         wants = [chunk for chunk in built.chunks if (state := self._state(chunk[0])) and state.wants_prompt_logprobs]
         hidden = np.asarray(output.hidden) if wants else None
@@ -111,7 +113,9 @@ class StepResults:
                     self._append(state, plan.proposals.get(seq, []), tokens, row, logprobs, now)
                     outputs.append(state.output(now))
             self._scheduler.saw_step(plan, seconds)
-        self._stats.add_step(seconds)
+        num_tokens = len(plan.decodes) + sum(count for _, _, count in built.chunks)
+        phases = (step.launched_s - step.start_s, read_s - asked_s, time.perf_counter() - read_s)
+        self._stats.add_step(seconds, num_tokens, phases)
         if not plan.prefills:
             self._runner.rows.saw_step(seconds)
         return outputs

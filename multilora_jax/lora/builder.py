@@ -14,6 +14,7 @@ from multilora_jax.errors import AdapterError, UserError
 from multilora_jax.lora.adapter import AdapterVersion
 from multilora_jax.lora.adapter_files import read_tokenizer_files
 from multilora_jax.lora.deltas import BaseTensors, to_deltas
+from multilora_jax.lora.folders import check_size
 from multilora_jax.lora.packing import pack
 from multilora_jax.lora.weights import AdapterWeights, load_adapter
 from multilora_jax.memory.geometry import PoolGeometry
@@ -34,6 +35,7 @@ class AdapterBuilder:
         max_extra_vocab: most tokens that an adapter may add.
         base_name: path or hub id of the base, if known; an adapter that names another gets a warning.
         base_tokenizer: the base's, None where it has none.
+        max_bytes: an adapter whose files have more is refused unread; None for any size.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class AdapterBuilder:
         max_extra_vocab: int = 0,
         base_name: str | None = None,
         base_tokenizer: Tokenizer | None = None,
+        max_bytes: int | None = None,
     ) -> None:
+        self._max_bytes = max_bytes
         self._model_config = model_config
         self._geometry = geometry
         self._base = base
@@ -68,9 +72,11 @@ class AdapterBuilder:
 
         Raises:
             AdapterError: the content is not that of `known` (`adapter_changed`).
-            NotFoundError, AdapterError, ConfigError: see `load_adapter`, `to_deltas`, `pack`, `own_template`,
-                `Tokenizer.from_folder`.
+            NotFoundError, AdapterError, ConfigError: see `check_size`, `load_adapter`, `to_deltas`, `pack`,
+                `own_template`, `Tokenizer.from_folder`.
         """
+        if self._max_bytes is not None:
+            check_size(folder, self._max_bytes)
         weights = load_adapter(
             folder, self._model_config, max_lora_rank=self._max_lora_rank, max_extra_vocab=self._max_extra_vocab,
             base_name=self._base_name,

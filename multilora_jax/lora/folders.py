@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from multilora_jax.errors import NotFoundError, PermissionDeniedError, UserError
+from multilora_jax.errors import AdapterError, NotFoundError, PermissionDeniedError, UserError
 from multilora_jax.lora.adapter_files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, WEIGHTS_FILE, weight_files
 
 
@@ -80,6 +80,20 @@ def check_folder(folder: str, path: str, name: str = "") -> None:
             else:
                 why += ": give a folder that PEFT saved an adapter in"
             raise NotFoundError(f"{what} {why}", reason="adapter_file_not_found", param="lora_path")
+
+
+def check_size(folder: str, max_bytes: int) -> None:
+    """Raises AdapterError (`adapter_too_large`) where the files of an adapter have more bytes; none is opened."""
+    num_bytes = 0
+    for file in weight_files(folder):
+        with suppress(OSError):  # most of them need not exist
+            num_bytes += os.stat(file).st_size
+    if num_bytes > max_bytes:
+        raise AdapterError(
+            f"the adapter's files have {num_bytes / 2**20:.1f} MiB, and {max_bytes / 2**20:g} are allowed: raise "
+            "max_adapter_mib",
+            reason="adapter_too_large", param="lora_path",
+        )  # fmt: skip
 
 
 def check_files(folder: str, path: str, name: str) -> None:

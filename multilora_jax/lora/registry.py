@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -12,29 +10,11 @@ from contextlib import contextmanager
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.folders import AllowedFolders, check_files
+from multilora_jax.lora.names import MAX_NAME_LENGTH as MAX_NAME_LENGTH
+from multilora_jax.lora.names import check_name, unknown_adapter
 from multilora_jax.lora.reader import AdapterReader
 from multilora_jax.lora.weights import AdapterWeights
 from multilora_jax.request import LoRARequest
-
-MAX_NAME_LENGTH = 256
-MAX_NAMES_SHOWN = 20
-"""Most valid names that an error lists."""
-_MAX_NAMES_COMPARED = 1000
-
-
-def check_name(name: str) -> None:
-    """Raises UserError unless `name` can be an adapter's: at most MAX_NAME_LENGTH printable characters."""
-    if not isinstance(name, str):
-        raise UserError(
-            f"lora_name must be a text, not {type(name).__name__}", reason="bad_lora_name", param="lora_name"
-        )
-    if len(name) > MAX_NAME_LENGTH:
-        raise UserError(
-            f"lora_name has {len(name)} characters, at most {MAX_NAME_LENGTH} are allowed",
-            reason="bad_lora_name", param="lora_name",
-        )  # fmt: skip
-    if not name.isprintable():
-        raise UserError(f"lora_name {name!r} holds control characters", reason="bad_lora_name", param="lora_name")
 
 
 def _same_content(old: Adapter, new: Adapter) -> bool:
@@ -334,14 +314,4 @@ class AdapterRegistry:
     def _unknown(self, name: str, param: str) -> NotFoundError:
         with self._lock:
             names = [*self._base_names, *self._adapters]
-        shown = ", ".join(names[:MAX_NAMES_SHOWN])
-        more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-        # Comparing is costly, and holds the interpreter: not for very many or very long names.
-        compared = itertools.islice(names, _MAX_NAMES_COMPARED) if len(name) <= MAX_NAME_LENGTH else ()
-        close = difflib.get_close_matches(name, compared, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        shortened = name if len(name) <= MAX_NAME_LENGTH else name[: MAX_NAME_LENGTH - 3] + "..."
-        return NotFoundError(
-            f"there is no model or adapter {shortened!r}.{hint} Available: {shown or 'none'}{more}.",
-            reason="unknown_adapter", param=param,
-        )  # fmt: skip
+        return unknown_adapter(name, names, param)

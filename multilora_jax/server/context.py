@@ -6,15 +6,19 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest
+from multilora_jax.server.call import current_call
+from multilora_jax.server.guard import Calls
 from multilora_jax.server.live import LiveView
 from multilora_jax.server.metrics import ServerMetrics
 from multilora_jax.server.mixes import MixEntry
 from multilora_jax.server.resolvers import Resolvers
+from multilora_jax.server.view import EngineView
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class ServerContext:
         self._engine: AsyncEngine | None = None
         self._metrics: ServerMetrics | None = None
         self._live: LiveView | None = None
+        self.calls = Calls()
         self._lora_ids = itertools.count(1)
 
     def attach(self, engine: AsyncEngine) -> None:
@@ -56,11 +61,22 @@ class ServerContext:
         engine.add_observer(self._metrics.observe)
         if self.config.page:
             self._live = LiveView(engine)
+        self.calls.add_observer(self._metrics.observe_call)
         self._engine = engine
 
     @property
     def engine(self) -> AsyncEngine:
-        """Raises UnavailableError before `attach`."""
+        """The engine; while a request is served, as its caller sees it. Raises UnavailableError before `attach`."""
+        engine, call = self.whole_engine, current_call()
+        if call is None:
+            return engine
+        if call.view is None:
+            call.view = EngineView(engine, call, self.config)
+        return cast(AsyncEngine, call.view)
+
+    @property
+    def whole_engine(self) -> AsyncEngine:
+        """The engine with every tenant's adapters, for what only operators are told. Raises UnavailableError."""
         if self._engine is None:
             raise UnavailableError("the server is starting: the model is not loaded yet", reason="starting")
         return self._engine
@@ -83,6 +99,12 @@ class ServerContext:
         """Raises UnavailableError while starting, and once the engine thread has died or hangs."""
         if not self.engine.healthy:
             raise UnavailableError("the engine is dead or hangs: restart the server", reason="engine_dead")
+
+    def check_ready(self) -> None:
+        """Raises UnavailableError where no request should be sent here: as check_healthy, and while draining."""
+        if self.calls.draining:
+            raise UnavailableError("the server is shutting down", reason="draining")
+        self.check_healthy()
 
     def resolve(self, model: str, mix: Sequence[MixEntry] = ()) -> Target:
         """What a request's `model` and `lora` name: the base, an adapter, "base:adapter", or a mix over the base.
@@ -144,7 +166,12 @@ class ServerContext:
         # adapter that is being unloaded, nor fail because one was loaded again.
         return replace(request, lora_path="")
 
+    def sees(self, name: str) -> bool:
+        """Whether an adapter of this name may exist for whom a request is served."""
+        call = current_call()
+        return call is None or call.caller.sees(name)
+
     def new_lora_id(self) -> int:
         """An adapter id that no loaded adapter has."""
-        taken = {adapter.int_id for adapter in self.engine.list_loras()}
+        taken = {adapter.int_id for adapter in self.whole_engine.list_loras()}
         return next(i for i in self._lora_ids if i not in taken)

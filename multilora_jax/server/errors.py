@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from multilora_jax.errors import UserError
+from multilora_jax.server.call import current_call
 from multilora_jax.server.unserved import hint_for
 
 
@@ -22,10 +23,18 @@ class AuthenticationError(UserError):
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     """(HTTP status, body) of an error. What is not a UserError is this server's fault and tells nothing of itself."""
+    note_error(error.reason if isinstance(error, UserError) else "internal_error")
     if isinstance(error, UserError):
         return error.status, _body(error.message, error.type, error.param, error.status, error.reason)
     message = "internal error: see the server's log"
     return 500, _body(message, "InternalServerError", None, 500, "internal_error")
+
+
+def note_error(reason: str) -> None:
+    """Notes why the request that is being served fails, for its line in the log."""
+    call = current_call()
+    if call is not None:
+        call.error = reason
 
 
 def error_response(error: BaseException) -> JSONResponse:
@@ -56,6 +65,7 @@ def install_handlers(app: FastAPI) -> None:
         hint = hint_for(request.url.path) if status == 404 else None
         if hint is not None:
             message, reason = f"{request.url.path} is not served here: {hint}", "not_served"
+        note_error(reason)
         body = _body(message, kind.get(status, "BadRequestError"), None, status, reason)
         return JSONResponse(body, status_code=status, headers=error.headers)
 

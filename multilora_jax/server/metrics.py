@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from multilora_jax.engine.metrics import REFUSALS, EngineStats
+from multilora_jax.engine.metrics import PHASES, REFUSALS, STEP_TOKENS, EngineStats
 from multilora_jax.request import RequestMetrics, RequestOutput
+from multilora_jax.server.adapter_figures import FIRST_TOKEN_BUCKETS, AdapterFigures
+from multilora_jax.server.call import Call
+from multilora_jax.server.tenants import Caller
 
 if TYPE_CHECKING:
     from multilora_jax.engine.llm_engine import LLMEngine
@@ -30,8 +36,22 @@ ROW_BLOCK = 8
 OTHER = "other"
 """Name of the series that the rest is added up in."""
 
+ABORTS = ("client", "shutdown", "engine", "overload", "adapter", "other")
+"""Causes for which requests end before their answer is complete: the client left; the server was shut down; the engine
+failed; the request was given up because of the load (`abort`, `deadline`); its adapter could not be read."""
+
+_CAUSES = {
+    "shutting_down": "shutdown", "engine_dead": "engine", "engine_failed": "engine", "step_failed": "engine",
+    "internal_error": "engine", "out_of_memory": "engine", "first_token_objective": "overload",
+    "adapter_unreadable": "adapter", "adapter_changed": "adapter", "adapter_file_not_found": "adapter",
+}  # fmt: skip
+"""Reason of an error to its cause."""
+
 Row = tuple[dict[str, str], float]
 """The labels of one sample, and its value."""
+
+HistogramRow = tuple[dict[str, str], Sequence[float], Sequence[int], float]
+"""The labels of one histogram, the upper bounds of its buckets, their counts (one more: beyond), and the sum."""
 
 
 class ServerMetrics:
@@ -47,6 +67,9 @@ class ServerMetrics:
         self._max_loras = max_loras
         self._registry = CollectorRegistry()
         self._last_seen: dict[str, tuple[list[int], float]] = {}
+        self._by_adapter = AdapterFigures(MAX_ADAPTER_SERIES, OTHER)
+        self._aborts: dict[str, int] = dict.fromkeys(ABORTS, 0)
+        self._by_tenant: dict[str, list[int]] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
@@ -89,6 +112,26 @@ class ServerMetrics:
         if output.metrics is not None:
             self._observe_times(output.metrics, now)
 
+    def observe_call(self, call: Call) -> None:
+        """Take a request to the server that has ended; called on the event loop."""
+        if not call.submissions:
+            return
+        now = time.monotonic()
+        tenant = self._by_tenant.setdefault(call.caller.tenant, [0, 0, 0])
+        tenant[0] += 1
+        for submission in call.submissions:
+            prompt, _, generated = submission.num_tokens
+            tenant[1] += prompt
+            tenant[2] += generated
+            times = submission.times
+            first = None if times is None or times.first_token_time is None else times.first_token_time
+            to_first = None if first is None or times is None else first - times.arrival_time
+            for name in submission.adapters:
+                self._by_adapter.add(name, prompt, generated, to_first, now)
+        cause = "client" if call.gone else _CAUSES.get(call.error, "other") if call.error else None
+        if cause is not None:
+            self._aborts[cause] += 1
+
     def _observe_times(self, times: RequestMetrics, now: float) -> None:
         end = now if times.finished_time is None else times.finished_time
         self._whole.observe(end - times.arrival_time)
@@ -100,10 +143,11 @@ class ServerMetrics:
             if times.first_scheduled_time is not None:
                 self._prefill.observe(times.first_token_time - times.first_scheduled_time)
 
-    def render(self, stats: EngineStats, engine: LLMEngine) -> bytes:
-        """The text of /metrics."""
+    def render(self, stats: EngineStats, engine: LLMEngine, callers: Iterable[Caller] = ()) -> bytes:
+        """The text of /metrics; `callers` are the keys whose refusals it tells."""
+        self._by_adapter.keep(lambda name: engine.adapters.registry.find(name) is not None)
         registry = CollectorRegistry()
-        registry.register(_Snapshot(self._families(stats, engine)))
+        registry.register(_Snapshot([*self._families(stats, engine), *self._use(), *self._tenants(callers)]))
         return generate_latest(registry) + generate_latest(self._registry)
 
     def _families(self, stats: EngineStats, engine: LLMEngine) -> Iterator[Metric]:
@@ -135,14 +179,20 @@ class ServerMetrics:
         yield counter("multilora:recompiles", "Programs compiled after warm-up.", ({}, stats.compilations))
         yield counter("multilora:steps", "Device steps.", ({}, stats.steps))
         yield counter("multilora:step_seconds", "Seconds spent in steps.", ({}, stats.step_seconds))
+        phases = [({"phase": phase}, seconds) for phase, seconds in zip(PHASES, stats.phase_seconds, strict=True)]
+        yield counter("multilora:step_phase_seconds", "Seconds of the engine's thread, by what they went to.", *phases)
+        yield self._histogram(
+            "vllm:iteration_tokens_total", "Tokens run in a step.",
+            ({}, STEP_TOKENS, stats.steps_by_tokens, stats.step_tokens),
+        )  # fmt: skip
         yield from self._adapters_in_use(stats, engine)
         yield from self._adapter_tiers(stats)
 
     def _adapters_in_use(self, stats: EngineStats, engine: LLMEngine) -> Iterator[Metric]:
         lists = {
             "max_lora": str(self._max_loras or engine.config.max_rank_rows // ROW_BLOCK),
-            "running_lora_adapters": ",".join(sorted(stats.running_by_adapter)[:MAX_ADAPTER_SERIES]),
-            "waiting_lora_adapters": ",".join(sorted(stats.waiting_by_adapter)[:MAX_ADAPTER_SERIES]),
+            "running_lora_adapters": _listed(stats.running_by_adapter),
+            "waiting_lora_adapters": _listed(stats.waiting_by_adapter),
         }
         yield self._gauge(
             "vllm:lora_requests_info", "Unix time; the labels list the adapters in use.", (lists, time.time())
@@ -154,8 +204,8 @@ class ServerMetrics:
         ]
         text = f"Requests now, by adapter; beyond {MAX_ADAPTER_SERIES} adapters the rest is {OTHER}."
         yield self._gauge("multilora:adapter_requests", text, *rows, labels=("adapter_name", "state"))
-        if self._max_loras is not None:
-            yield self._gauge("vllm:max_gpu_lora_adapters", "Most adapters in one step.", ({}, self._max_loras))
+        most = int(lists["max_lora"])
+        yield self._gauge("vllm:max_gpu_lora_adapters", "Most adapters in one step.", ({}, most))
 
     def _adapter_tiers(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter = self._gauge, self._counter
@@ -185,18 +235,69 @@ class ServerMetrics:
             *(({"tier": tier}, count) for tier, count in evictions.items()),
         )  # fmt: skip
 
+    def _use(self) -> Iterator[Metric]:
+        """What adapters were used for, and why requests ended early."""
+        text = f"; the {MAX_ADAPTER_SERIES} most used lately, and the rest as {OTHER}."
+        series = self._by_adapter.series()
+        labels = ("adapter_name",)
+        for name, what in (
+            ("finished_requests", "Requests by adapter"), ("prompt_tokens", "Prompt tokens by adapter"),
+            ("generation_tokens", "Generated tokens by adapter"),
+        ):  # fmt: skip
+            rows = [({"adapter_name": adapter}, getattr(s, name)) for adapter, s in series.items()]
+            yield self._counter(f"multilora:adapter_{name}", what + text, *rows, labels=labels)
+        rows = [
+            ({"adapter_name": adapter}, FIRST_TOKEN_BUCKETS, s.first_tokens, s.first_token_s)
+            for adapter, s in series.items()
+        ]
+        name = "multilora:adapter_time_to_first_token_seconds"
+        yield self._histogram(name, "From arrival to first token by adapter" + text, *rows, labels=labels)
+        causes = [({"cause": cause}, count) for cause, count in self._aborts.items()]
+        yield self._counter("multilora:requests_aborted", "Requests that ended early, by cause.", *causes)
+
+    def _tenants(self, callers: Iterable[Caller]) -> Iterator[Metric]:
+        """Tenants are those of the configuration, so that their number is bounded."""
+        tenants = self._by_tenant.items()
+        rows = [({"tenant": tenant}, requests) for tenant, (requests, _, _) in tenants]
+        yield self._counter("multilora:tenant_requests", "Requests by tenant.", *rows, labels=("tenant",))
+        kinds = ((1, "prompt"), (2, "generation"))
+        rows = [({"tenant": tenant, "kind": kind}, counts[i]) for tenant, counts in tenants for i, kind in kinds]
+        yield self._counter("multilora:tenant_tokens", "Tokens by tenant and kind.", *rows, labels=("tenant", "kind"))
+        refused: dict[tuple[str, str], int] = {}
+        for caller in callers:
+            for limit, count in caller.limits.refused.items():
+                refused[caller.tenant, limit] = refused.get((caller.tenant, limit), 0) + count
+        rows = [({"tenant": tenant, "limit": limit}, count) for (tenant, limit), count in refused.items()]
+        text = "Requests answered with 429 for a key's limit."
+        yield self._counter("multilora:tenant_requests_refused", text, *rows, labels=("tenant", "limit"))
+
     def _gauge(self, name: str, text: str, *rows: Row, labels: Iterable[str] | None = None) -> Metric:
         """A family of gauges; `labels` names those of a family that may have no rows."""
         family = GaugeMetricFamily(name, text, labels=["model_name", *(rows[0][0] if labels is None else labels)])
         return self._filled(family, rows)
 
-    def _counter(self, name: str, text: str, *rows: Row) -> Metric:
-        return self._filled(CounterMetricFamily(name, text, labels=["model_name", *rows[0][0]]), rows)
+    def _counter(self, name: str, text: str, *rows: Row, labels: Iterable[str] | None = None) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name", *(rows[0][0] if labels is None else labels)])
+        return self._filled(family, rows)
+
+    def _histogram(self, name: str, text: str, *rows: HistogramRow, labels: Iterable[str] = ()) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=["model_name", *labels])
+        for values, bounds, counts, total in rows:
+            sums = itertools.accumulate(counts)
+            buckets = [(floatToGoString(bound), count) for bound, count in zip((*bounds, math.inf), sums, strict=True)]
+            family.add_metric([self.model_name, *values.values()], buckets, total)
+        return family
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, rows: Iterable[Row]) -> Metric:
         for labels, value in rows:
             family.add_metric([self.model_name, *labels.values()], value)
         return family
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names in one label, as gateways split it: at commas, so that one in a name is written %2C."""
+    quoted = (name.replace("%", "%25").replace(",", "%2C") for name in names)
+    return ",".join(sorted(quoted)[:MAX_ADAPTER_SERIES])
 
 
 def _largest(counts: dict[str, int]) -> dict[str, int]:

@@ -14,11 +14,12 @@ _ERRORS = {
     "401": "No key, or one that is not known here.",
     "403": "The key may not do this.",
     "404": "There is no such model, adapter or folder.",
+    "413": "The body is too large.",
     "429": "Too much is asked for: see the header Retry-After.",
     "500": "The server's own fault.",
     "503": "The server is starting, stopping, or has no time for this request.",
 }
-_OPEN = ("/health", "/version", "/metrics")
+_OPEN = ("/health", "/ready", "/version")
 _STREAMED = ("/v1/completions", "/v1/chat/completions")
 _EVENTS = (
     "With `stream` true: server-sent events, `data: ` and a JSON object each, and a last `data: [DONE]`. An error "
@@ -59,7 +60,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     answers = operation["responses"]
     answers.pop("422", None)  # this server says 400
     for status, what in _ERRORS.items():
-        if path in _OPEN and status in ("400", "401", "403", "404", "429"):
+        if path in _OPEN and status in ("400", "401", "403", "404", "413", "429"):
             continue
         answers.setdefault(status, {"description": what, "content": {"application/json": {"schema": _ERROR}}})
     if path in _OPEN:

@@ -80,7 +80,7 @@ class Resolvers:
             name = name.removeprefix(f"{llm.base_name}:")
             if name == llm.base_name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
                 continue
-            if llm.adapters.registry.find(name) is not None:
+            if llm.adapters.registry.find(name) is not None or not context.sees(name):
                 continue
             if await self._find(context, name):
                 return True

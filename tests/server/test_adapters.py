@@ -72,7 +72,7 @@ async def test_loads_and_unloads_are_logged(server, caplog):
     await server.post(LOAD, {"lora_name": "new", "lora_path": PATHS[1], "load_inplace": True})
     await server.post(LOAD, {"lora_name": "bad", "lora_path": "/nowhere\nat all"})
     await server.post(UNLOAD, {"lora_name": "new"})
-    lines = [r.getMessage() for r in caplog.records if r.name.startswith("multilora_jax")]
+    lines = [r.getMessage() for r in caplog.records if r.name == "multilora_jax.server.adapters"]
     assert len(lines) == 4
     assert "\n" not in "".join(lines)
     for line, start in zip(

@@ -96,7 +96,7 @@ async def test_d26_every_route_is_known_and_protected(make_server):
         for key in (None, "sk-wrong"):
             expected_open = path in OPEN_PATHS
             assert (await status(server, method, path, key) == 401) != expected_open, path
-    assert sorted(OPEN_PATHS - PAGE_PATHS) == ["/health", "/metrics", "/version"]
+    assert sorted(OPEN_PATHS - PAGE_PATHS) == ["/health", "/ready", "/version"]
     assert await status(server, "GET", "/v1/nothing", None) == 401
 
 

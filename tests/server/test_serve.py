@@ -231,7 +231,7 @@ def test_addresses_as_a_caller_writes_them():
 
 def test_the_curl_line_fits_the_server():
     def line(tokenizer, adapters=(), **config):
-        settings = SimpleNamespace(**{"chat_template": None, "api_keys": (), **config})
+        settings = SimpleNamespace(**{"chat_template": None, "api_keys": (), "keys_file": None, **config})
         engine = SimpleNamespace(
             base_name="b'ase", tokenizer=tokenizer, config=settings,
             list_loras=lambda: [SimpleNamespace(name=name) for name in adapters],
@@ -252,6 +252,7 @@ def test_the_curl_line_fits_the_server():
     assert (route, sent["prompt"]) == ("completions", [1, 2, 3])
     assert '-H "Authorization: Bearer $API_KEY"' in line(None, api_keys=("secret",))
     assert "secret" not in line(None, api_keys=("secret",))
+    assert "$API_KEY" in line(None, keys_file="keys.yaml")
 
 
 def test_peak_memory_grows_with_use():

@@ -1,0 +1,1 @@
+"""API keys from the command line: `python -m multilora_jax.keys`."""
