@@ -256,6 +256,12 @@ class Health(Answer):
     status: Literal["ok"]
 
 
+class Ready(Answer):
+    """Requests may be sent here."""
+
+    status: Literal["ready"]
+
+
 class Version(Answer):
     """This package's version."""
 

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.server import adapter_status, adapters, chat, completions, tokenization
-from multilora_jax.server.answer_schemas import Health, Version
+from multilora_jax.server.answer_schemas import Health, Ready, Version
 from multilora_jax.server.auth import Keys, require_metrics
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import install_handlers
@@ -74,7 +74,7 @@ async def health(request: Request) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-@probes.get("/ready", response_model=Health)
+@probes.get("/ready", response_model=Ready)
 async def ready(request: Request) -> dict[str, Any]:
     """200 when requests should be sent here; 503 while starting, draining, or when /health says so."""
     request.app.state.context.check_ready()
