@@ -11,8 +11,6 @@ import gc
 import json
 import logging
 import os
-import re
-import resource
 import shlex
 import signal
 import socket
@@ -28,6 +26,7 @@ import uvicorn
 from multilora_jax import flags
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.host_memory import peak_memory_bytes
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
 from multilora_jax.server.app import create_app
@@ -197,18 +196,6 @@ def curl_line(engine: LLMEngine, address: str) -> str:
     key = ' -H "Authorization: Bearer $API_KEY"' if engine.config.api_keys else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Unlike ru_maxrss it does not count what the parent held before it started this program.
-        match = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        if match:
-            return int(match[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def main(_: list[str]) -> int:

@@ -104,6 +104,13 @@ class Tokenizer:
             add_bos=bool(add_bos),
         )
 
+    def save(self, folder: str | Path) -> None:
+        """Writes the files that `from_folder` reads this tokenizer from."""
+        templates = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
+        config = {**self.special_tokens, "add_bos_token": self._add_bos, "chat_template": templates}
+        self._backend.save(str(Path(folder) / "tokenizer.json"))
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""

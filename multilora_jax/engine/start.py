@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -14,6 +14,7 @@ from multilora_jax.engine.model_runner import ModelRunner
 from multilora_jax.engine.step_plan import SchedulerConfig
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.checkpoint import open_checkpoint, read_config
+from multilora_jax.models.checkpoint.orbax import OrbaxCheckpoint
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import load_llama
@@ -59,6 +60,8 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
         tokenizer = Tokenizer.from_folder(config.tokenizer or config.model)
     else:
         tokenizer = checkpoint.load_tokenizer(config.tokenizer)
+    if config.quantization is None and isinstance(checkpoint, OrbaxCheckpoint):
+        config = replace(config, quantization=checkpoint.quantization)  # its weights are what they are
     max_model_len = devices.max_model_len(config, model_config)
     dtype = devices.choose_dtype(config.dtype)
     num_pages = devices.pool_pages(config, model_config, dtype, max_model_len, mesh)
