@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from multilora_jax.config_model import MODEL_SHAPE_DOC
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_values import (
@@ -61,6 +62,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = field(
         default="auto", metadata=key_info("auto reads the weights; dummy draws random ones from `seed`, for tests.")
     )
+    model_shape: dict[str, object] = field(default_factory=dict, metadata=key_info(MODEL_SHAPE_DOC))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata=key_info("Type of weights, activations and pool. auto times float32 and bfloat16 on this device."),

@@ -17,7 +17,7 @@ from multilora_jax.errors import ConfigError, UserError
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The printable character that byte-level BPE writes for each byte, inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -259,7 +259,7 @@ class Tokenizer:
         self._word_prefix = ""
         for step, kind in zip(steps, kinds, strict=True):
             if kind == "ByteLevel":
-                self._byte_alphabet = _byte_level_alphabet()
+                self._byte_alphabet = byte_level_alphabet()
             elif kind == "Replace" and "String" in step["pattern"]:
                 self._replacements.append((step["pattern"]["String"], step["content"]))
             elif kind == "Metaspace":

@@ -77,9 +77,10 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     qkv = tuple(f"{attention}{n}_proj" for n in "qkv")
     gate_up = (f"{mlp}gate_proj", f"{mlp}up_proj")
+    biased = c.biased_modules
     weights = [
-        ("qkv", qkv, (Q, KV, KV), D, column, c.attention_bias, P(MODEL_AXIS)),
-        ("o", (f"{attention}o_proj",), (D,), Q, row, c.attention_bias, P()),
+        ("qkv", qkv, (Q, KV, KV), D, column, "q_proj" in biased, P(MODEL_AXIS)),
+        ("o", (f"{attention}o_proj",), (D,), Q, row, "o_proj" in biased, P()),
         ("gate_up", gate_up, (F, F), D, column, c.mlp_bias, P(MODEL_AXIS)),
         ("down", (f"{mlp}down_proj",), (D,), F, row, c.mlp_bias, P()),
     ]
@@ -87,6 +88,9 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
         ParamRecord("input_norm", (f"{prefix}input_layernorm.weight",), (D,), (D,), P(), 0),
         ParamRecord("post_norm", (f"{prefix}post_attention_layernorm.weight",), (D,), (D,), P(), 0),
     ]
+    if c.qk_norm:
+        size = (c.head_dim,)
+        records += [ParamRecord(f"{n}_norm", (f"{attention}{n}_norm.weight",), size, size, P(), 0) for n in "qk"]
     for name, modules, rows, width, split, biased, bias_split in weights:
         shape = (sum(rows), width)
         sources = tuple(f"{m}.weight" for m in modules)

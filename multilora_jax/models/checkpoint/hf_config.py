@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_jax.models.config import ModelConfig, RopeConfig
+from multilora_jax.models.families import FAMILIES
 
 
 def write_hf_config(config: ModelConfig, folder: Path) -> None:
@@ -17,9 +18,19 @@ def write_hf_config(config: ModelConfig, folder: Path) -> None:
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
     """config.json of a model: the inverse of ModelConfig.from_hf."""
+    family = FAMILIES[config.model_type]
+    special: dict[str, Any] = {}
+    if "attention_bias" not in family.must_be_off:
+        special["attention_bias"] = config.attention_bias
+    if "mlp_bias" not in family.must_be_off:
+        special["mlp_bias"] = config.mlp_bias
+    if family.window != "never":
+        special["sliding_window"] = config.sliding_window
+    if family.window == "use_sliding_window":
+        special |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_size,
@@ -33,8 +44,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling(config.rope),
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
+        **special,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
         "torch_dtype": "float32",
