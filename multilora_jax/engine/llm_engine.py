@@ -342,9 +342,8 @@ class LLMEngine:
         """The start-up banner: model, pool, adapters."""
         config, ahead = self.config, "steps run ahead" if self._runs_ahead else ""
         lookup = f"prompt lookup of {config.prompt_lookup_tokens} tokens" if config.prompt_lookup_tokens else ""
-        spec = self.runner.spec
-        weights = f"weights in {spec.quantization}" if spec.quantization else ""
-        options = [weights, f"attention by {spec.attention_backend}", ahead, lookup]
+        weights = f"weights in {rounded}" if (rounded := self.runner.spec.quantization) else ""
+        options = [weights, f"attention by {self.runner.spec.attention_backend}", ahead, lookup]
         return describe(
             self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras(),
             [option for option in options if option],
