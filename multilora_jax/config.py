@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from multilora_jax.config_api import ApiConfig
+from multilora_jax.config_model import MODEL_SHAPE_DOC
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_server import ServerConfig
@@ -63,6 +64,7 @@ class EngineConfig(ApiConfig, ServerConfig):
     load_format: Literal["auto", "dummy"] = field(
         default="auto", metadata=key_info("auto reads the weights; dummy draws random ones from `seed`, for tests.")
     )
+    model_shape: dict[str, object] = field(default_factory=dict, metadata=key_info(MODEL_SHAPE_DOC))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
         metadata=key_info("Type of weights, activations and pool. auto times float32 and bfloat16 on this device."),

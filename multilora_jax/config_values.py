@@ -19,6 +19,7 @@ if TYPE_CHECKING or not yaml.__with_libyaml__:
 else:  # some 10 times as fast, which a file of thousands of adapters notices
     from yaml import CSafeLoader as SafeLoader
 
+from multilora_jax.config_model import shape_of
 from multilora_jax.errors import ConfigError, NotFoundError
 
 
@@ -62,7 +63,7 @@ def typed_value(name: str, hint: Any, value: Any) -> Any:
     Args:
         name: the key.
         hint: its resolved annotation: str, int, float, bool, a Literal of strings, `tuple[str, ...]`,
-            `dict[str, str]`, `dict[str, float]`, or one of these or None.
+            `dict[str, str]`, `dict[str, float]`, `dict[str, object]`, or one of these or None.
 
     Raises:
         ConfigError: reason `bad_type` or `bad_value`.
@@ -81,6 +82,8 @@ def typed_value(name: str, hint: Any, value: Any) -> Any:
     if origin is tuple:
         return _strings(name, value)
     if origin is dict:
+        if args[1] is object:
+            return shape_of(name, value)
         return _adapter_paths(name, value) if args[1] is str else _numbers(name, value)
     if hint is str:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value

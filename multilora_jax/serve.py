@@ -12,8 +12,6 @@ import json
 import logging
 import math
 import os
-import re
-import resource
 import shlex
 import signal
 import socket
@@ -29,6 +27,7 @@ import uvicorn
 from multilora_jax import flags
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.host_memory import peak_memory_bytes
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
 from multilora_jax.logs import log_to_stderr
@@ -234,18 +233,6 @@ def curl_line(engine: LLMEngine, address: str) -> str:
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Unlike ru_maxrss it does not count what the parent held before it started this program.
-        match = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        if match:
-            return int(match[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def main(_: list[str]) -> int:

@@ -17,7 +17,7 @@ from multilora_jax.errors import ConfigError, UserError
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The printable character that byte-level BPE writes for each byte, inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -103,6 +103,13 @@ class Tokenizer:
             chat_template=_chat_templates(folder, config.get("chat_template")),
             add_bos=bool(add_bos),
         )
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the files that `from_folder` reads this tokenizer from."""
+        templates = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
+        config = {**self.special_tokens, "add_bos_token": self._add_bos, "chat_template": templates}
+        self._backend.save(str(Path(folder) / "tokenizer.json"))
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @property
     def vocab_size(self) -> int:
@@ -257,7 +264,7 @@ class Tokenizer:
         self._word_prefix = ""
         for step, kind in zip(steps, kinds, strict=True):
             if kind == "ByteLevel":
-                self._byte_alphabet = _byte_level_alphabet()
+                self._byte_alphabet = byte_level_alphabet()
             elif kind == "Replace" and "String" in step["pattern"]:
                 self._replacements.append((step["pattern"]["String"], step["content"]))
             elif kind == "Metaspace":

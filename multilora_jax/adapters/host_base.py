@@ -14,6 +14,7 @@ from multilora_jax.lora.deltas import BaseTensors
 from multilora_jax.lora.layout import COMPUTE_DTYPES
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.checkpoint import Checkpoint, expected_shapes, open_checkpoint, read_config
+from multilora_jax.models.checkpoint.dummy import dummy_model
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.tokenizer import Tokenizer
 
@@ -54,9 +55,10 @@ def open_base(config: EngineConfig, *, progress: bool = True) -> HostBase:
     """
     dtype = "float32" if config.dtype == "auto" else config.dtype
     if config.load_format == "dummy":
-        model_config = read_config(Path(config.model))
+        model_config, tokenizer = dummy_model(
+            config.model, config.base_name, config.model_shape, config.tokenizer
+        )  # fmt: skip
         tensors: BaseTensors = _DummyTensors(model_config)
-        tokenizer = Tokenizer.from_folder(config.tokenizer or config.model)
     else:
         checkpoint = _open_checkpoint(config.model, progress=progress)
         model_config = checkpoint.config

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from multilora_jax.models.checkpoint import expected_shapes, open_checkpoint
-from multilora_jax.models.config import ModelConfig, RopeConfig
+from multilora_jax.models.checkpoint.hf_config import write_hf_config
+from multilora_jax.stored_tensors import is_stored
 
 
 def hf_folder(model: str, out: str) -> str:
     """A folder with the model's config.json and weights.
 
     Args:
-        model: as in the configuration. A folder is given back as it is.
+        model: as in the configuration. A folder is given back as it is, unless `convert` wrote it.
         out: folder to write any other one to, in float32; made where it is missing.
 
     Raises:
         ConfigError, NotFoundError: see open_checkpoint.
     """
-    if Path(model).expanduser().is_dir():
+    if Path(model).expanduser().is_dir() and not is_stored(Path(model).expanduser()):
         return str(Path(model).expanduser())
     checkpoint = open_checkpoint(model)
     tensors = {
@@ -33,42 +31,5 @@ def hf_folder(model: str, out: str) -> str:
     }
     os.makedirs(out, exist_ok=True)
     save_file(tensors, os.path.join(out, "model.safetensors"), metadata={"format": "pt"})
-    config = json.dumps(hf_config(checkpoint.config), indent=2)
-    Path(out, "config.json").write_text(config + "\n", encoding="utf-8")
+    write_hf_config(checkpoint.config, Path(out))
     return out
-
-
-def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a model: the inverse of ModelConfig.from_hf."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids) or None,
-        "torch_dtype": "float32",
-    }
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """What differs from a field's default; transformers warns of keys that a type of scaling does not have."""
-    if rope.rope_type == "default":
-        return None
-    given = {f.name: getattr(rope, f.name) for f in fields(rope) if f.name != "theta"}
-    needed = ("rope_type", "factor", *(("low_freq_factor", "high_freq_factor") if rope.rope_type == "llama3" else ()))
-    defaults = RopeConfig()
-    return {key: value for key, value in given.items() if key in needed or value != getattr(defaults, key)}

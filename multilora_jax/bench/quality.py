@@ -208,7 +208,7 @@ def _row(
         "weights": name,
         "dtype": engine.geometry.dtype,
         "adapter": "-" if lora is None else lora.lora_name,
-        "weight_mib": weight_bytes(engine.model_config, engine.geometry, engine.config.quantization) / 2**20,
+        "weight_mib": weight_bytes(engine.model_config, engine.geometry, engine.runner.spec.quantization) / 2**20,
         "scored_tokens": len(mine.logprobs),
         "perplexity": mine.perplexity,
         "perplexity_ratio": mine.perplexity / reference.perplexity,

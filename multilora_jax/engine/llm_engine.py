@@ -342,7 +342,7 @@ class LLMEngine:
         """The start-up banner: model, pool, adapters."""
         config, ahead = self.config, "steps run ahead" if self._runs_ahead else ""
         lookup = f"prompt lookup of {config.prompt_lookup_tokens} tokens" if config.prompt_lookup_tokens else ""
-        weights = f"weights in {config.quantization}" if config.quantization else ""
+        weights = f"weights in {rounded}" if (rounded := self.runner.spec.quantization) else ""
         options = [weights, f"attention by {self.runner.spec.attention_backend}", ahead, lookup]
         return describe(
             self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras(),

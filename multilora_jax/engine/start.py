@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
@@ -13,7 +12,9 @@ from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.model_runner import ModelRunner
 from multilora_jax.engine.step_plan import SchedulerConfig
 from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.models.checkpoint import open_checkpoint, read_config
+from multilora_jax.models.checkpoint import open_checkpoint
+from multilora_jax.models.checkpoint.dummy import check_shape, dummy_model
+from multilora_jax.models.checkpoint.orbax import OrbaxCheckpoint
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import load_llama
@@ -54,11 +55,13 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
     mesh = devices.make_mesh(config.tensor_parallel_size)
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(config.model, progress=progress)
-    model_config = read_config(Path(config.model)) if checkpoint is None else checkpoint.config
     if checkpoint is None:
-        tokenizer = Tokenizer.from_folder(config.tokenizer or config.model)
+        model_config, tokenizer = dummy_model(config.model, config.base_name, config.model_shape, config.tokenizer)
     else:
-        tokenizer = checkpoint.load_tokenizer(config.tokenizer)
+        model_config, tokenizer = checkpoint.config, checkpoint.load_tokenizer(config.tokenizer)
+        check_shape(model_config, config.model_shape, config.model)
+    if config.quantization is None and isinstance(checkpoint, OrbaxCheckpoint):
+        config = replace(config, quantization=checkpoint.quantization)  # its weights are what they are
     max_model_len = devices.max_model_len(config, model_config)
     dtype = devices.choose_dtype(config.dtype)
     num_pages = devices.pool_pages(config, model_config, dtype, max_model_len, mesh)

@@ -1,7 +1,8 @@
 """The files of a PEFT adapter folder: which there are, and the tensors of the weights whatever their format.
 
-Weights are read from adapter_model.safetensors, from the shards that adapter_model.safetensors.index.json lists, or
-from adapter_model.bin, the first of these that exists. The last is read by a reader that cannot run code.
+Weights are read from adapter_model.safetensors, from the shards that adapter_model.safetensors.index.json lists, from
+adapter_model.bin, or from an Orbax checkpoint that `convert` wrote, the first of these that exists. A .bin is read by a
+reader that cannot run code.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from multilora_jax.errors import AdapterError, NotFoundError
 from multilora_jax.lora.config import PeftConfig
+from multilora_jax.lora.orbax_files import OrbaxAdapterFile, orbax_files
 from multilora_jax.safetensors_file import (
     FileError,
     FileFault,
@@ -24,6 +26,7 @@ from multilora_jax.safetensors_file import (
     open_regular,
     refuse_lfs_pointer,
 )
+from multilora_jax.stored_tensors import MANIFEST_FILE, is_stored
 from multilora_jax.torch_file import TorchFile
 from multilora_jax.torch_pickle import UnsafePickleError
 
@@ -79,7 +82,7 @@ def weight_files(folder: str) -> list[str]:
     names = {CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, *_TOKENIZER_FILES, TEMPLATE_FOLDER}
     names |= {name for name in _names_in(folder) if name.endswith(".safetensors")}
     names |= {os.path.join(TEMPLATE_FOLDER, name) for name in _names_in(os.path.join(folder, TEMPLATE_FOLDER))}
-    return [os.path.join(folder, name) for name in sorted(names)]
+    return [os.path.join(folder, name) for name in sorted(names)] + orbax_files(folder)
 
 
 def _names_in(folder: str) -> list[str]:
@@ -137,7 +140,7 @@ def read_config(folder: str) -> PeftConfig:
 class _Files:
     """The tensors of one or more files of weights."""
 
-    def __init__(self, files: Mapping[str, SafetensorsFile | TorchFile]):
+    def __init__(self, files: Mapping[str, SafetensorsFile | TorchFile | OrbaxAdapterFile]):
         self._files = files
         self.tensors: dict[str, TensorEntry] = {
             name: entry for file in files.values() for name, entry in file.tensors.items()
@@ -163,6 +166,10 @@ def open_weights(folder: str) -> TensorSource:
     if not os.path.lexists(single) and os.path.lexists(pickled):
         with refusing(pickled):
             return _Files({pickled: TorchFile(pickled)})
+    if not os.path.lexists(single) and is_stored(folder):
+        manifest = os.path.join(folder, MANIFEST_FILE)
+        with refusing(manifest):
+            return _Files({manifest: OrbaxAdapterFile(folder)})
     if not os.path.lexists(single):
         shards = sorted(name for name in _names_in(folder) if name.endswith(".safetensors") and "-of-" in name)
         if shards:

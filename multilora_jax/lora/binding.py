@@ -137,7 +137,7 @@ def _check_features(slots: Mapping[str, Slot], config: PeftConfig, model_config:
         missing = [name for place, name in adapted.items() if place not in found]
         if on and missing:
             raise contradiction(field, f"it is on, and no such tensor goes with {listing(missing)}")
-    biased = MODULES[:4] * model_config.attention_bias + MODULES[4:] * model_config.mlp_bias
+    biased = model_config.biased_modules
     found = _places(slots, TensorKind.BIAS)
     if found and config.bias == "none":
         raise contradiction("bias", f'it is "none", and the file holds {listing(found.values())}')

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from multilora_jax.errors import AdapterError, NotFoundError, PermissionDeniedError, UserError
 from multilora_jax.lora.adapter_files import CONFIG_FILE, INDEX_FILE, PICKLE_FILE, WEIGHTS_FILE, weight_files
+from multilora_jax.stored_tensors import MANIFEST_FILE, UNFINISHED_FILE
 
 
 class AllowedFolders:
@@ -107,7 +108,7 @@ def check_files(folder: str, path: str, name: str) -> None:
         NotFoundError: `adapter_path_not_found`, `adapter_file_not_found`.
     """
     check_folder(folder, path, name)
-    for files in ((CONFIG_FILE,), (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE)):
+    for files in ((CONFIG_FILE,), (WEIGHTS_FILE, INDEX_FILE, PICKLE_FILE, MANIFEST_FILE, UNFINISHED_FILE)):
         if not any(os.path.lexists(os.path.join(folder, file)) for file in files):
             raise NotFoundError(
                 f"adapter {name!r}: folder {path[:500]!r} has no {files[0]}: give a folder that PEFT saved an adapter "

@@ -1,138 +1,20 @@
-"""What a Llama checkpoint's config.json says, checked field by field (host only, hashable)."""
+"""What a checkpoint's config.json says, checked field by field (host only, hashable)."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
-from multilora_jax.errors import ConfigError
-from multilora_jax.memory.geometry import PoolGeometry, module_dims
+from multilora_jax.memory.geometry import MODULES, NUM_ATTENTION, PoolGeometry, module_dims
+from multilora_jax.models.families import family_of, window_of
+from multilora_jax.models.rope_config import ROPE_TYPES, RopeConfig, refuse
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-
-# Fields that change the computation in ways this package does not serve, with the values that switch them off.
-_MUST_BE_OFF: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None, {}),
-    "compression_config": (None, {}),
-    "sliding_window": (None, False, 0),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "rope_interleaved": (None, False),
-    "no_rope_layers": (None, []),
-    "use_qk_norm": (None, False),
-    "qk_norm": (None, False),
-    "num_local_experts": (None, 0, 1),
-    "num_experts": (None, 0, 1),
-    "attn_logit_softcapping": (None, 0.0),
-    "final_logit_softcapping": (None, 0.0),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-}
-
-
-def _refuse(field: str, value: Any, why: str) -> NoReturn:
-    raise ConfigError(f"config.json: {field}={value!r} {why}", reason="unsupported_model_config", param=field)
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding; field names and meanings are transformers'.
-
-    Attributes:
-        rope_type: one of ROPE_TYPES.
-        theta: base of the frequencies (`rope_theta`).
-        factor: stretch of the context (linear, dynamic, llama3, yarn).
-        original_max_position_embeddings: context length before stretching, in tokens (llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3's band of interpolation.
-        attention_factor: yarn's factor on cos and sin; None derives it from factor and the mscales.
-        beta_fast, beta_slow: rotations that bound yarn's ramp (YaRN paper, section 3.2).
-        mscale, mscale_all_dim: yarn's weights of the derived attention factor; 0 means absent.
-        truncate: whether yarn rounds the ends of its ramp to whole dimensions.
-    """
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-
-    @classmethod
-    def from_hf(cls, config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-        """Read `rope_scaling` + `rope_theta`, or the newer `rope_parameters`, of a config.json.
-
-        Raises:
-            ConfigError: an unknown rope type or key, or a value out of range.
-        """
-        where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        given = config.get(where) or {}
-        if not isinstance(given, dict):
-            _refuse(where, given, "must be an object")
-        known = {f.name for f in fields(cls)} - {"theta"}
-        known |= {"type", "rope_theta", "partial_rotary_factor", "finetuned"}
-        for key in given:
-            if key not in known:
-                _refuse(f"{where}.{key}", given[key], "is not supported: no rotary embedding served here has this key")
-        if given.get("partial_rotary_factor") not in _MUST_BE_OFF["partial_rotary_factor"]:
-            _refuse(f"{where}.partial_rotary_factor", given["partial_rotary_factor"], "is not supported: only 1.0 is")
-        rope_type = given.get("rope_type") or given.get("type") or "default"
-        if rope_type not in ROPE_TYPES:
-            _refuse(f"{where}.rope_type", rope_type, f"is not supported: known types are {', '.join(ROPE_TYPES)}")
-
-        def number(key: str, default: float | None, low: float = 0.0) -> float:
-            value = given.get(key)
-            value = default if value is None else value
-            if value is None:
-                _refuse(f"{where}.{key}", None, f"is missing: rope type {rope_type!r} needs it")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < math.inf:
-                _refuse(f"{where}.{key}", value, f"must be a number above {low:g}")
-            return float(value)
-
-        theta = given.get("rope_theta")
-        theta = config.get("rope_theta") if theta is None else theta
-        theta = 10000.0 if theta is None else theta
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1.0 < theta < math.inf:
-            _refuse("rope_theta", theta, "must be a number above 1")
-        chosen: dict[str, Any] = {"rope_type": rope_type, "theta": float(theta)}
-        if rope_type in ("llama3", "yarn"):
-            original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-            original = max_position_embeddings if original is None else original
-            if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-                _refuse(f"{where}.original_max_position_embeddings", original, "must be a positive integer")
-            chosen["original_max_position_embeddings"] = original
-        if rope_type != "default":
-            implied = None
-            if rope_type == "yarn":
-                implied = max_position_embeddings / chosen["original_max_position_embeddings"]
-            chosen["factor"] = number("factor", implied)
-        if rope_type == "llama3":
-            low, high = number("low_freq_factor", None), number("high_freq_factor", None)
-            if high <= low:
-                _refuse(f"{where}.high_freq_factor", high, f"must be above low_freq_factor={low}")
-            chosen |= {"low_freq_factor": low, "high_freq_factor": high}
-        if rope_type == "yarn":
-            if given.get("attention_factor") is not None:
-                chosen["attention_factor"] = number("attention_factor", None)
-            for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-                chosen[key] = number(key, default) if given.get(key) else default
-            for key in ("mscale", "mscale_all_dim"):
-                chosen[key] = number(key, 0.0, low=-math.inf)
-            chosen["truncate"] = bool(given.get("truncate", True))
-        return cls(**chosen)
+__all__ = ["ROPE_TYPES", "ModelConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a Llama model; a static argument of jit.
+    """Sizes and options of a model of Llama's kind; a static argument of jit.
 
     Attributes:
         name: for display.
@@ -144,6 +26,10 @@ class ModelConfig:
         max_position_embeddings: context length in tokens.
         tie_word_embeddings: the head is the embedding.
         attention_bias: q, k, v and o have biases; mlp_bias: gate, up and down have.
+        qkv_bias: q, k and v have biases, whatever o has.
+        qk_norm: each head of q and of k is normed before it is turned, with weights of its own per layer.
+        sliding_window: the most tokens that a token attends to, itself included; None for all before it.
+        model_type: the family's, see models.families.
         bos_token_id: first token of a prompt, None where the model has none.
         eos_token_ids: tokens that end a text: config.json's and generation_config.json's joined.
     """
@@ -164,10 +50,14 @@ class ModelConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    model_type: str = "llama"
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], name: str, generation_config: dict[str, Any] | None = None) -> ModelConfig:
-        """Read a Hugging Face config.json; absent optional fields take LlamaConfig's defaults.
+        """Read a Hugging Face config.json; absent optional fields take the defaults of the family's own class.
 
         Args:
             config: the parsed config.json.
@@ -177,38 +67,25 @@ class ModelConfig:
         Raises:
             ConfigError: anything this package does not serve exactly, named with its value.
         """
-        architectures = config.get("architectures") or []
-        model_type = config.get("model_type") or ("llama" if architectures == ["LlamaForCausalLM"] else None)
-        if model_type != "llama":
-            _refuse("model_type", model_type, "is not supported: only 'llama' is")
-        if architectures and architectures != ["LlamaForCausalLM"]:
-            _refuse("architectures", architectures, "is not supported: only ['LlamaForCausalLM'] is")
-        if config.get("hidden_act", "silu") != "silu":
-            _refuse("hidden_act", config["hidden_act"], "is not supported: only 'silu' is")
-        for field, allowed in _MUST_BE_OFF.items():
-            if field in config and config[field] not in allowed:
-                _refuse(field, config[field], "is not supported: the model would be computed wrongly")
-        layer_types = config.get("layer_types") or []
-        if any(kind != "full_attention" for kind in layer_types):
-            _refuse("layer_types", layer_types, "is not supported: only 'full_attention' is")
-
+        family = family_of(config)
+        config = {**family.defaults, **config}
         hidden, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         if config.get("head_dim") is None and hidden % num_heads:
-            _refuse("num_attention_heads", num_heads, f"does not divide hidden_size={hidden}, and head_dim is absent")
+            refuse("num_attention_heads", num_heads, f"does not divide hidden_size={hidden}, and head_dim is absent")
         head_dim = _size(config, "head_dim", hidden // num_heads)
         if head_dim % 2:
-            _refuse("head_dim", head_dim, "must be even: rotary embedding turns pairs")
+            refuse("head_dim", head_dim, "must be even: rotary embedding turns pairs")
         num_kv_heads = _size(config, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            _refuse("num_key_value_heads", num_kv_heads, f"does not divide num_attention_heads={num_heads}")
+            refuse("num_key_value_heads", num_kv_heads, f"does not divide num_attention_heads={num_heads}")
         eps = config.get("rms_norm_eps", 1e-6)
         if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
-            _refuse("rms_norm_eps", eps, "must be a small positive number")
+            refuse("rms_norm_eps", eps, "must be a small positive number")
         max_positions = _size(config, "max_position_embeddings", 2048)
         vocab_size = _size(config, "vocab_size")
         generation = generation_config or {}
-        bos = _token_ids(config, "bos_token_id", vocab_size, 1) or _token_ids(generation, "bos_token_id", vocab_size)
-        eos = _token_ids(config, "eos_token_id", vocab_size, 2) + _token_ids(generation, "eos_token_id", vocab_size)
+        bos = _token_ids(config, "bos_token_id", vocab_size) or _token_ids(generation, "bos_token_id", vocab_size)
+        eos = _token_ids(config, "eos_token_id", vocab_size) + _token_ids(generation, "eos_token_id", vocab_size)
         return cls(
             name=name,
             vocab_size=vocab_size,
@@ -226,6 +103,10 @@ class ModelConfig:
             mlp_bias=_flag(config, "mlp_bias"),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos)),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            sliding_window=window_of(config, family),
+            model_type=family.model_type,
         )
 
     @property
@@ -243,11 +124,25 @@ class ModelConfig:
         return module_dims(module, hidden=self.hidden_size, q_dim=self.q_dim, kv_dim=self.kv_dim, ffn=self.ffn_size)
 
     @property
+    def biased_modules(self) -> tuple[str, ...]:
+        """Those of MODULES that have biases."""
+        qkv, o = MODULES[: NUM_ATTENTION - 1], MODULES[NUM_ATTENTION - 1 : NUM_ATTENTION]
+        return (
+            qkv * (self.attention_bias or self.qkv_bias) + o * self.attention_bias
+            + MODULES[NUM_ATTENTION:] * self.mlp_bias
+        )  # fmt: skip
+
+    @property
+    def vector_elements(self) -> int:
+        """Elements of a layer's norms and biases."""
+        biases = sum(self.module_dims(module)[1] for module in self.biased_modules)
+        return 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm + biases
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases, a tied head counted once."""
         D, F, Q, KV = self.hidden_size, self.ffn_size, self.q_dim, self.kv_dim
-        layer = 2 * D + 2 * D * Q + 2 * D * KV + 3 * D * F
-        layer += (Q + 2 * KV + D) * self.attention_bias + (2 * F + D) * self.mlp_bias
+        layer = self.vector_elements + 2 * D * Q + 2 * D * KV + 3 * D * F
         return self.num_layers * layer + D + self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
 
     def weight_bytes(self, itemsize: int, quantization: str | None = None, unread_rows: int = 0) -> int:
@@ -264,9 +159,7 @@ class ModelConfig:
             return elements * itemsize
         outputs = self.num_layers * (self.q_dim + 2 * self.kv_dim + 2 * self.ffn_size + 2 * self.hidden_size)
         outputs += self.vocab_size * (1 if self.tie_word_embeddings else 2) - unread_rows
-        D, F, Q, KV = self.hidden_size, self.ffn_size, self.q_dim, self.kv_dim
-        vectors = (2 * self.num_layers + 1) * D
-        vectors += self.num_layers * ((Q + 2 * KV + D) * self.attention_bias + (2 * F + D) * self.mlp_bias)
+        vectors = self.num_layers * self.vector_elements + self.hidden_size
         return elements - vectors + vectors * itemsize + 4 * outputs
 
     def geometry(
@@ -297,24 +190,24 @@ def _size(config: dict[str, Any], field: str, default: int | None = None) -> int
     value = config.get(field)
     value = default if value is None else value
     if value is None:
-        _refuse(field, None, "is missing")
+        refuse(field, None, "is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        _refuse(field, value, "must be a positive integer")
+        refuse(field, value, "must be a positive integer")
     return value
 
 
 def _flag(config: dict[str, Any], field: str) -> bool:
     value = config.get(field)
     if value not in (None, True, False):
-        _refuse(field, value, "must be true or false")
+        refuse(field, value, "must be true or false")
     return bool(value)
 
 
-def _token_ids(config: dict[str, Any], field: str, vocab_size: int, default: int | None = None) -> tuple[int, ...]:
-    value = config.get(field, default)
+def _token_ids(config: dict[str, Any], field: str, vocab_size: int) -> tuple[int, ...]:
+    value = config.get(field)
     values = value if isinstance(value, list) else [] if value is None else [value]
     for token in values:
         if isinstance(token, bool) or not isinstance(token, int):
-            _refuse(field, value, "must be a token id or a list of them")
+            refuse(field, value, "must be a token id or a list of them")
     # Old configs write -1, or an id past the vocabulary, for "none".
     return tuple(token for token in values if 0 <= token < vocab_size)

@@ -96,6 +96,12 @@ def from_heads(spec: LlamaSpec, x_TNH: jax.Array) -> jax.Array:
     return x_TO.T if spec.features_first else x_TO
 
 
+def head_norm(spec: LlamaSpec, x_TNH: jax.Array, weight_H: jax.Array) -> jax.Array:
+    """rms_norm of every head by itself (QK-norm, arXiv 2010.04245, without its scale); float32 in and out."""
+    scale = jax.lax.rsqrt(jnp.mean(x_TNH * x_TNH, -1, keepdims=True) + spec.config.rms_norm_eps)
+    return x_TNH * scale * weight_H.astype(_F32)
+
+
 def rotate(x_TNH: jax.Array, cos_TH2: jax.Array, sin_TH2: jax.Array) -> jax.Array:
     """Rotary position embedding of the two halves of each head (float32 in and out)."""
     first, second = jnp.split(x_TNH, 2, -1)
@@ -133,7 +139,9 @@ def attend(
         return _attend_ragged(spec, q_TNH, pool_LPE, layer, batch, num_kv_heads)
     num_prompt = len(batch.row_P)
     num_decodes = len(q_TNH) - num_prompt
-    sizes = {"num_kv_heads": num_kv_heads, "page_tokens": spec.geometry.page_tokens}
+    sizes = {
+        "num_kv_heads": num_kv_heads, "page_tokens": spec.geometry.page_tokens, "window": spec.config.sliding_window,
+    }  # fmt: skip
     decode_group, block_group = spec.attention_groups
     regions = []
     if num_decodes:
@@ -178,5 +186,5 @@ def _attend_ragged(
     return ragged_paged_attention(
         q_TNH, pool_LPE, layer, batch.table_SP, start_S, count_S, context_S, num_decodes=num_decodes,
         most_queries=spec.prefill_block, num_kv_heads=num_kv_heads, page_tokens=spec.geometry.page_tokens,
-        implementation=spec.attention_backend, interpret=spec.interpret,
+        window=spec.config.sliding_window, implementation=spec.attention_backend, interpret=spec.interpret,
     )  # fmt: skip

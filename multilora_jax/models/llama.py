@@ -21,6 +21,7 @@ from multilora_jax.models.layers import (
     LlamaSpec,
     attend,
     from_heads,
+    head_norm,
     linear,
     rms_norm,
     rotate,
@@ -51,8 +52,8 @@ class Llama(nnx.Module):
         spec: static description.
         top: embed [V, D], final_norm [D], lm_head [V, D] (absent when tied), cos and sin [positions, H/2].
         layers: per layer input_norm [D], qkv [(N+2K)*H, D], o [D, N*H], post_norm [D], gate_up [2F, D], down [D, F],
-            and where the model has biases qkv_bias, o_bias, gate_up_bias, down_bias. Weights of two axes are
-            QuantWeights where spec.quantization is set.
+            where the model has biases qkv_bias, o_bias, gate_up_bias, down_bias, and where it has norms of heads q_norm
+            and k_norm [H]. Weights of two axes are QuantWeights where spec.quantization is set.
     """
 
     def __init__(self, spec: LlamaSpec, top: dict[str, Any], layers: list[dict[str, Any]]):
@@ -247,8 +248,10 @@ def decoder_layer(
     h = rms_norm(spec, x, norm_weight(spec, w["input_norm"], lora, 0))
     qkv = column_parallel(spec, w["qkv"], w.get("qkv_bias"), h, lora, ("q_proj", "k_proj", "v_proj"))
     q, k, v = jnp.split(qkv, [N * H, (N + K) * H], axis)
-    q_TNH = rotate(to_heads(spec, q, N), inputs.cos_TH2, inputs.sin_TH2)
-    k_TKH = rotate(to_heads(spec, k, K), inputs.cos_TH2, inputs.sin_TH2)
+    q_TNH, k_TKH = to_heads(spec, q, N), to_heads(spec, k, K)
+    if config.qk_norm:
+        q_TNH, k_TKH = head_norm(spec, q_TNH, w["q_norm"]), head_norm(spec, k_TKH, w["k_norm"])
+    q_TNH, k_TKH = (rotate(x, inputs.cos_TH2, inputs.sin_TH2) for x in (q_TNH, k_TKH))
     pool = write_kv(spec, pool, layer, k_TKH, to_heads(spec, v, K), inputs.slots_T)
     attended = from_heads(spec, attend(spec, q_TNH.astype(spec.dtype), pool, layer, inputs, K))
     x = x + row_parallel(spec, w["o"], w.get("o_bias"), attended, lora, "o_proj")

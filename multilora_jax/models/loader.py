@@ -6,6 +6,9 @@ Loading, dummy weights and sharding all follow from the records, so they cannot 
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +18,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from multilora_jax.models.checkpoint import Checkpoint, expected_shapes
+from multilora_jax.errors import ConfigError
+from multilora_jax.models.checkpoint import Checkpoint
+from multilora_jax.models.checkpoint.orbax import OrbaxCheckpoint
+from multilora_jax.models.dummy import draw_parameter
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama
 from multilora_jax.models.quantised import QuantWeight, quantise
+from multilora_jax.models.restore import begin_restore
 from multilora_jax.models.rope import rope_tables
 
 MODEL_AXIS = "model"
 """Mesh axis of tensor parallelism."""
+
+_LAYERS_AHEAD = 2
+"""Layers that are being read while one is handed to the device, where reading goes on by itself."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,10 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     qkv = tuple(f"{attention}{n}_proj" for n in "qkv")
     gate_up = (f"{mlp}gate_proj", f"{mlp}up_proj")
+    biased = c.biased_modules
     weights = [
-        ("qkv", qkv, (Q, KV, KV), D, column, c.attention_bias, P(MODEL_AXIS)),
-        ("o", (f"{attention}o_proj",), (D,), Q, row, c.attention_bias, P()),
+        ("qkv", qkv, (Q, KV, KV), D, column, "q_proj" in biased, P(MODEL_AXIS)),
+        ("o", (f"{attention}o_proj",), (D,), Q, row, "o_proj" in biased, P()),
         ("gate_up", gate_up, (F, F), D, column, c.mlp_bias, P(MODEL_AXIS)),
         ("down", (f"{mlp}down_proj",), (D,), F, row, c.mlp_bias, P()),
     ]
@@ -77,6 +88,9 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
         ParamRecord("input_norm", (f"{prefix}input_layernorm.weight",), (D,), (D,), P(), 0),
         ParamRecord("post_norm", (f"{prefix}post_attention_layernorm.weight",), (D,), (D,), P(), 0),
     ]
+    if c.qk_norm:
+        size = (c.head_dim,)
+        records += [ParamRecord(f"{n}_norm", (f"{attention}{n}_norm.weight",), size, size, P(), 0) for n in "qk"]
     for name, modules, rows, width, split, biased, bias_split in weights:
         shape = (sum(rows), width)
         sources = tuple(f"{m}.weight" for m in modules)
@@ -126,29 +140,55 @@ def load_llama(
         checkpoint: where tensors come from; None draws dummy weights from `seed`.
         progress: wraps the iteration over layers, for a progress bar.
 
-    Tensors are read, joined, cast or quantised, and handed to the device one parameter at a time.
+    Tensors are read, joined, cast or quantised, and handed to the device one parameter at a time; those of an Orbax
+    checkpoint are read into their shards, some layers ahead.
     """
-    rng, shapes = np.random.default_rng(seed), expected_shapes(spec.config)
+    tp = spec.geometry.tp
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        _check_rounding(spec, checkpoint)
 
-    def build(records: Iterable[ParamRecord]) -> dict[str, Any]:
-        made = {}
-        for record in records:
-            if checkpoint is None:
-                tensors = (_dummy(shapes[source], record.scale, rng) for source in record.sources)
-            else:
-                tensors = (checkpoint.tensor(source) for source in record.sources)
-            whole = _join(spec, record, tensors)
-            placed = jax.tree.map(
-                lambda p: NamedSharding(mesh, p), record.partition, is_leaf=lambda p: isinstance(p, P)
-            )
-            made[record.name] = jax.device_put(quantise(whole) if record.quantised else whole, placed)
-        return made
+    def begin(record: ParamRecord) -> Callable[[], Any]:
+        """A function that gives the parameter; where that can go on by itself, it has begun."""
+        if checkpoint is None:
+            return functools.partial(draw_parameter, record, spec.dtype, mesh, tp, seed)
+        if isinstance(checkpoint, OrbaxCheckpoint) and (checkpoint.quantization or not record.quantised):
+            return begin_restore(record, spec.dtype, mesh, tp, checkpoint)
+        return functools.partial(_read, record, spec, mesh, checkpoint)
 
-    top = build(top_records(spec))
+    def begin_all(records: Iterable[ParamRecord]) -> dict[str, Callable[[], Any]]:
+        return {record.name: begin(record) for record in records}
+
+    ahead = deque([begin_all(top_records(spec))])
+    waiting = iter(range(spec.config.num_layers))
+    built: list[dict[str, Any]] = []
+
+    def build() -> None:
+        for layer in itertools.islice(waiting, _LAYERS_AHEAD + 1 - len(ahead)):
+            ahead.append(begin_all(layer_records(spec, layer)))
+        built.append({name: made() for name, made in ahead.popleft().items()})
+
+    build()
     for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
-        top[name] = jax.device_put(table, NamedSharding(mesh, P()))
-    layers = [build(layer_records(spec, layer)) for layer in progress(range(spec.config.num_layers))]
-    return Llama(spec, top, layers)
+        built[0][name] = jax.device_put(table, NamedSharding(mesh, P()))
+    for _ in progress(range(spec.config.num_layers)):
+        build()
+    return Llama(spec, built[0], built[1:])
+
+
+def _check_rounding(spec: LlamaSpec, checkpoint: OrbaxCheckpoint) -> None:
+    if checkpoint.quantization is not None and spec.quantization != checkpoint.quantization:
+        raise ConfigError(
+            f"{checkpoint.source}: its weights are in {checkpoint.quantization}: set quantization to "
+            f"{checkpoint.quantization}, or convert the original without --quantize",
+            reason="bad_value", param="quantization",
+        )  # fmt: skip
+
+
+def _read(record: ParamRecord, spec: LlamaSpec, mesh: Mesh, checkpoint: Checkpoint) -> Any:
+    """A parameter of tensors that are read whole."""
+    whole = _join(spec, record, (checkpoint.tensor(source) for source in record.sources))
+    placed = jax.tree.map(lambda p: NamedSharding(mesh, p), record.partition, is_leaf=lambda p: isinstance(p, P))
+    return jax.device_put(quantise(whole) if record.quantised else whole, placed)
 
 
 def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -> np.ndarray:
@@ -166,8 +206,3 @@ def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -
         shards[:, start : start + part.shape[1]] = part
         start += part.shape[1]
     return out
-
-
-def _dummy(shape: tuple[int, ...], scale: float, rng: np.random.Generator) -> np.ndarray:
-    """Random values of deviation `scale`, drawn in the order of the tensors, so that every tp gives one model."""
-    return rng.standard_normal(shape, np.float32) * np.float32(scale) if scale else np.ones(shape, np.float32)

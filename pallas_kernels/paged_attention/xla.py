@@ -31,6 +31,7 @@ def paged_attention(
     group: int,
     num_kv_heads: int,
     page_tokens: int,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of B rows of Q queries each; all queries of a row see that row's pages.
 
@@ -42,17 +43,20 @@ def paged_attention(
             the pages read, unseen ones too, must hold finite values: unseen values are multiplied by 0.
         layer: index into L.
         table_BP: int32[B, pages], pages a multiple of PAGE_CHUNK; entries past a row's context may be any valid page.
-        position_BQ: int32[B, Q]; a query sees the slots up to its own position, so each must be at least 0.
+        position_BQ: int32[B, Q]; a query sees the slots up to its own position, so each must be at least 0. With a
+            window no query of a row that counts is before the row's first.
         chunks_G: int32[num_groups(B, group)], ceil(longest context of the group / (PAGE_CHUNK * page_tokens)). Those
             behind the last that is not 0 are left out, and the result of rows in no other group is 0.
         group: rows of a group.
         num_kv_heads: K; page_tokens: slots of a page.
+        window: the most slots that a query sees, its own included; None for all. Pages before a row's window are not
+            read.
 
     Returns:
         [B, Q, N, H] in q's type; sums are float32.
     """
     B = len(q_BQNH)
-    sizes = {"num_kv_heads": num_kv_heads, "page_tokens": page_tokens}
+    sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "page_tokens": page_tokens, "window": window}
     if group >= B:
         return _one_group(q_BQNH, pool_LPE, layer, table_BP, position_BQ, chunks_G[0], **sizes)
 
@@ -89,6 +93,7 @@ def _one_group(
     *,
     num_kv_heads: int,
     page_tokens: int,
+    window: int | None,
 ) -> jax.Array:
     """paged_attention of all rows as far as the longest needs."""
     B, Q, N, H = q_BQNH.shape
@@ -100,6 +105,11 @@ def _one_group(
     position = jnp.broadcast_to(position_BQ[:, :, None], (B, Q, G)).reshape(B, Q * G)
     pool = pool_LPE.reshape(*pool_LPE.shape[:2], 2, K, S * H)
     heads = jnp.arange(K)[None, :, None]
+    # With a window each row begins at the page of the first slot that its first query sees.
+    skipped_B = None
+    if window is not None:
+        skipped_B = jnp.maximum(position_BQ[:, 0] - (window - 1), 0) // S
+        num_chunks = jnp.minimum(num_chunks, -(-(window + Q + S - 2) // (PAGE_CHUNK * S)))
 
     def gather(pages: jax.Array, kind: int) -> jax.Array:
         bits = pool.at[layer, pages, kind, heads].get(mode="promise_in_bounds")
@@ -107,11 +117,19 @@ def _one_group(
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
-        pages = jax.lax.dynamic_slice_in_dim(table_BP, i * PAGE_CHUNK, PAGE_CHUNK, 1)[:, None, :]
+        if skipped_B is None:
+            pages = jax.lax.dynamic_slice_in_dim(table_BP, i * PAGE_CHUNK, PAGE_CHUNK, 1)[:, None, :]
+        else:
+            wanted_BP = skipped_B[:, None] + i * PAGE_CHUNK + jnp.arange(PAGE_CHUNK)
+            pages = jnp.take_along_axis(table_BP, wanted_BP, 1, mode="clip")[:, None, :]
         k, v = gather(pages, 0), gather(pages, 1)
         score = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
-        slots = i * (PAGE_CHUNK * S) + jnp.arange(PAGE_CHUNK * S)
-        visible = slots[None, None, :] <= position[:, :, None]
+        slots_BC = (i * (PAGE_CHUNK * S) + jnp.arange(PAGE_CHUNK * S))[None]
+        if skipped_B is not None:
+            slots_BC = slots_BC + skipped_B[:, None] * S
+        visible = slots_BC[:, None, :] <= position[:, :, None]
+        if window is not None:
+            visible &= slots_BC[:, None, :] > position[:, :, None] - window
         score = jnp.where(visible[:, None], score, _MASKED)
         new_top = jnp.maximum(top, score.max(-1))
         p = jnp.exp(score - new_top[..., None])

@@ -40,11 +40,7 @@ def paged_attention_xla(
         token_BQ = jnp.where(used_BQ, start_B[:, None] + place_Q, 0)
         position_BQ = jnp.where(used_BQ, (context_B - count_B)[:, None] + place_Q, 0)
         arguments = (q_TNH[token_BQ], pool_LPE, layer, table_SP[rows], position_BQ)
-        sizes = {"num_kv_heads": num_kv_heads, "page_tokens": page_tokens}
-        if window is None:
-            result = _grouped(*arguments, **sizes)
-        else:
-            result = _windowed(*arguments, **sizes, window=window)
+        result = _grouped(*arguments, num_kv_heads=num_kv_heads, page_tokens=page_tokens, window=window)
         # Places behind the end are dropped.
         out = out.at[jnp.where(used_BQ, token_BQ, len(out))].set(result, mode="drop")
     return out
@@ -52,7 +48,7 @@ def paged_attention_xla(
 
 def _grouped(
     q_BQNH: jax.Array, pool_LPE: jax.Array, layer: jax.Array | int, table_BP: jax.Array, position_BQ: jax.Array, *,
-    num_kv_heads: int, page_tokens: int,
+    num_kv_heads: int, page_tokens: int, window: int | None,
 ) -> jax.Array:  # fmt: skip
     """xla.paged_attention with a table of any width, and its chunks counted on the device."""
     B, width = table_BP.shape
@@ -65,23 +61,5 @@ def _grouped(
     chunks_G = longest_G // (PAGE_CHUNK * page_tokens) + 1
     return paged_attention(
         q_BQNH, pool_LPE, layer, table_BP, position_BQ, chunks_G, group=group, num_kv_heads=num_kv_heads,
-        page_tokens=page_tokens,
+        page_tokens=page_tokens, window=window,
     )  # fmt: skip
-
-
-def _windowed(
-    q_BQNH: jax.Array, pool_LPE: jax.Array, layer: jax.Array | int, table_BP: jax.Array, position_BQ: jax.Array, *,
-    num_kv_heads: int, page_tokens: int, window: int,
-) -> jax.Array:  # fmt: skip
-    """A sliding window, all slots of the tables at once: no model that is served has one, so it is plain."""
-    B, Q, N, H = q_BQNH.shape
-    K, S = num_kv_heads, page_tokens
-    pages = pool_LPE.reshape(*pool_LPE.shape[:2], 2, K, S, H)[layer, table_BP]  # [B, pages, 2, K, S, H]
-    kv_2BKCH = jax.lax.bitcast_convert_type(pages, q_BQNH.dtype).transpose(2, 0, 3, 1, 4, 5).reshape(2, B, K, -1, H)
-    q = q_BQNH.reshape(B, Q, K, N // K, H)
-    score = jnp.einsum("bqkgh,bkch->bkgqc", q, kv_2BKCH[0], preferred_element_type=jnp.float32) * H**-0.5
-    before_BQC = position_BQ[:, :, None] - jnp.arange(kv_2BKCH.shape[3])
-    visible_BQC = (before_BQC >= 0) & (before_BQC < window)
-    p = jax.nn.softmax(jnp.where(visible_BQC[:, None, None], score, -jnp.inf), -1).astype(q.dtype)
-    out = jnp.einsum("bkgqc,bkch->bqkgh", p, kv_2BKCH[1], preferred_element_type=jnp.float32)
-    return out.astype(q.dtype).reshape(B, Q, N, H)

@@ -15,7 +15,7 @@ from absl import flags as absl_flags
 from multilora_jax import flags
 from multilora_jax.bench import adapters, peers
 from multilora_jax.bench.adapter_set import size_of
-from multilora_jax.bench.hf_folder import hf_config, hf_folder
+from multilora_jax.bench.hf_folder import hf_folder
 from multilora_jax.bench.llama_server import LlamaServer
 from multilora_jax.bench.peer_engines import HF, Llama, agreement
 from multilora_jax.bench.peer_process import PeerProcess
@@ -25,6 +25,7 @@ from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError, UserError
 from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
 from multilora_jax.models.checkpoint import read_config
+from multilora_jax.models.checkpoint.hf_config import hf_config
 from multilora_jax.models.config import ModelConfig
 from tests.tiny_engine import SIZES, narrowed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,21 @@ def test_padding_behind_a_short_block_is_not_of_it(monkeypatch):
     """Tokens of padding name the first block as their row, and are at position 0."""
     got = rows(monkeypatch, [7, 0, 30, 31, 0, 0, 0, 0], [2] * 6, [0, 0])
     assert got[2:] == [[2, 2, 32], [2, 0, 30]]
+
+
+def test_every_backend_is_told_the_window(monkeypatch):
+    told = []
+    for name in ("ragged_paged_attention", "paged_attention"):
+        monkeypatch.setattr(layers, name, lambda q, *_, window, **__: told.append(window) or q)
+    batch = SimpleNamespace(
+        positions_T=jnp.zeros(6, jnp.int32), row_P=jnp.full(4, 2, jnp.int32), first_N=jnp.zeros(1, jnp.int32),
+        table_SP=jnp.zeros((3, 4), jnp.int32), decode_chunks=None, prefill_chunks=None,
+    )  # fmt: skip
+    model = replace(MODEL, sliding_window=21)
+    for backend in ("triton", "xla"):
+        spec = layers.LlamaSpec(model, model.geometry(8, 16), 4, attention_backend=backend)
+        layers.attend(spec, jnp.zeros((6, 4, 16)), jnp.zeros((2, 8, 1)), jnp.int32(0), batch, 2)
+    assert told == [21, 21, 21]
 
 
 def test_decodes_alone(monkeypatch):

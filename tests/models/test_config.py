@@ -97,7 +97,8 @@ def test_config_is_hashable_and_gives_the_pool_its_shape():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "mistral"),
+        ("model_type", "gemma2"),
+        ("architectures", ["MixtralForCausalLM"]),
         ("architectures", ["LlamaForSequenceClassification"]),
         ("hidden_act", "gelu"),
         ("quantization_config", {"quant_method": "gptq"}),

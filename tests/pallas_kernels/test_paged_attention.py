@@ -19,7 +19,8 @@ TOLERANCE = {
 LAYERS, LAYER = 3, 1
 
 
-def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", seed=0, extra_chunks=0, group=99):
+def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", seed=0, extra_chunks=0, group=99,
+          window=None):  # fmt: skip
     """Runs rows of queries at the given positions; slots that no query sees hold huge values."""
     rng = np.random.default_rng(seed)
     position_BQ = np.asarray(position_BQ, np.int32)
@@ -36,6 +37,9 @@ def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", s
         own, pages = pages[: num_pages[b]], pages[num_pages[b] :]
         table_BP[b, : len(own)] = own
         kv[:, own[-1], :, :, (lengths[b] - 1) % S + 1 :] = 1e30
+        if window is not None:
+            for slot in range(int(position_BQ[b, 0]) - window + 1):
+                kv[:, own[slot // S], :, :, slot % S] = 1e30
     q = rng.standard_normal((B, Q, N, H)).astype(dtype)
 
     storage = np.uint32 if dtype == "float32" else np.uint16
@@ -43,12 +47,12 @@ def check(position_BQ, *, heads, head_dim=16, page_tokens=16, dtype="float32", s
     firsts = [first_row(i, B, group) for i in range(num_groups(B, group))]
     longest_G = np.array([lengths[first : first + group].max() for first in firsts])
     chunks_G = (-(-longest_G // (PAGE_CHUNK * S)) + extra_chunks).astype(np.int32)
-    got = jax.jit(paged_attention, static_argnames=("group", "num_kv_heads", "page_tokens"))(
-        q, pool, LAYER, table_BP, position_BQ, chunks_G, group=group, num_kv_heads=K, page_tokens=S
+    got = jax.jit(paged_attention, static_argnames=("group", "num_kv_heads", "page_tokens", "window"))(
+        q, pool, LAYER, table_BP, position_BQ, chunks_G, group=group, num_kv_heads=K, page_tokens=S, window=window
     )
     assert got.shape == q.shape
     assert got.dtype == dtype
-    wanted = paged_attention_reference(q, kv[LAYER, :, 0], kv[LAYER, :, 1], table_BP, position_BQ)
+    wanted = paged_attention_reference(q, kv[LAYER, :, 0], kv[LAYER, :, 1], table_BP, position_BQ, window)
     np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -98,6 +102,28 @@ def test_rows_in_groups(rows, group, queries):
     check([block(7 + 37 * row, queries) for row in range(rows)], heads=(4, 2), group=group)
 
 
+@pytest.mark.parametrize("window", [1, 7, 16, 64, 100, 1000])
+@pytest.mark.parametrize("queries", [1, 5, 32])
+def test_a_window_hides_what_is_before_it(window, queries):
+    """Also where a row's window begins in mid-page, and where rows beside it have long and short contexts."""
+    rows = [block(last, queries) for last in (max(queries, 3), 40, 63, 64, 131, 300)]
+    check(rows, heads=(4, 2), window=window, page_tokens=8)
+    check(rows, heads=(4, 2), window=window, group=2)
+
+
+def test_pages_before_the_window_are_not_read():
+    """A long context costs what its window does: the loop ends with the pages that the window covers."""
+    pool = jnp.full((1, 3, 2 * 2 * 16 * 16), np.float32(np.nan)).view(jnp.uint32)
+    pool = pool.at[0, 1].set(jnp.ones(2 * 2 * 16 * 16).view(jnp.uint32))
+    # The window lies in the last two pages, which are page 1; all before them hold NaN.
+    table_BP = jnp.full((1, 400), 2).at[0, 373:].set(1)
+    out = paged_attention(
+        jnp.ones((1, 1, 4, 16)), pool, 0, table_BP, jnp.full((1, 1), 375 * 16 - 1), jnp.full(1, 94), group=1,
+        num_kv_heads=2, page_tokens=16, window=32,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+
 def test_a_group_without_chunks_is_left_out():
     rng = np.random.default_rng(0)
     pool = jnp.asarray(rng.standard_normal((1, 9, 2 * 2 * 16 * 16), np.float32)).view(jnp.uint32)
@@ -137,8 +163,10 @@ def test_queries_of_a_row_read_one_layer_only():
     kv_heads=st.integers(1, 3),
     page_tokens=st.sampled_from([4, 8, 16]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    window=st.none() | st.integers(1, 200),
     seed=st.integers(0, 99),
 )
-def test_anything(lasts, queries, group, kv_heads, page_tokens, dtype, seed):
+def test_anything(lasts, queries, group, kv_heads, page_tokens, dtype, window, seed):
     positions = [block(max(last, queries - 1), queries) for last in lasts]
-    check(positions, heads=(kv_heads * group, kv_heads), page_tokens=page_tokens, dtype=dtype, seed=seed)
+    check(positions, heads=(kv_heads * group, kv_heads), page_tokens=page_tokens, dtype=dtype, seed=seed,
+          window=window)  # fmt: skip

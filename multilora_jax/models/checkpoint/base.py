@@ -73,14 +73,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (D,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (D,)
-        for block, modules, biased in (
-            ("self_attn", MODULES[:4], config.attention_bias),
-            ("mlp", MODULES[4:], config.mlp_bias),
-        ):
+        if config.qk_norm:
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+        for block, modules in (("self_attn", MODULES[:4]), ("mlp", MODULES[4:])):
             for module in modules:
                 in_dim, out_dim = config.module_dims(module)
                 shapes[f"{prefix}.{block}.{module}.weight"] = (out_dim, in_dim)
-                if biased:
+                if module in config.biased_modules:
                     shapes[f"{prefix}.{block}.{module}.bias"] = (out_dim,)
     return shapes
 

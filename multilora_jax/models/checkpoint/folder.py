@@ -32,7 +32,7 @@ class FolderCheckpoint:
 
     def __init__(self, folder: Path, source: str | None = None):
         self.source = source or str(folder)
-        self._folder = folder
+        self.folder = folder
         self.config = read_config(folder, source)
         located = self._locate_tensors()
         self._files = {name: file for name, file in located.items() if not ignored(name, self.config)}
@@ -50,18 +50,18 @@ class FolderCheckpoint:
             return file.read(name)
 
     def load_tokenizer(self, tokenizer: str | None = None) -> Tokenizer | None:
-        return Tokenizer.from_folder(self._folder) if tokenizer is None else resolve_tokenizer(tokenizer)
+        return Tokenizer.from_folder(self.folder) if tokenizer is None else resolve_tokenizer(tokenizer)
 
     def _locate_tensors(self) -> dict[str, SafetensorsFile]:
-        index_path, single_path = self._folder / _INDEX, self._folder / _SINGLE
+        index_path, single_path = self.folder / _INDEX, self.folder / _SINGLE
         if single_path.is_file():
             single = _open(single_path)
             return dict.fromkeys(single.tensors, single)
         if not index_path.is_file():
-            found = sorted(p.name for p in self._folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+            found = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
             hint = f"; it has {', '.join(found[:4])}" if found else ""
             raise ConfigError(
-                f"{self._folder}: neither {_SINGLE} nor {_INDEX} is there{hint}. Only safetensors weights are read "
+                f"{self.folder}: neither {_SINGLE} nor {_INDEX} is there{hint}. Only safetensors weights are read "
                 "from a folder; for a GGUF file give the path of the file itself",
                 reason="missing_weights", param="model",
             )  # fmt: skip
@@ -70,13 +70,13 @@ class FolderCheckpoint:
             raise bad_checkpoint(index_path, "has no weight_map")
         shards: dict[str, SafetensorsFile] = {}
         for shard in sorted(set(weight_map.values())):
-            path = self._folder / shard
+            path = self.folder / shard
             if not path.is_file():
                 raise bad_checkpoint(path, f"this shard is missing, {_INDEX} names it")
             shards[shard] = _open(path)
         for name, shard in weight_map.items():
             if name not in shards[shard].tensors:
-                raise bad_checkpoint(self._folder / shard, f"{name} is missing here, {_INDEX} says it is in this shard")
+                raise bad_checkpoint(self.folder / shard, f"{name} is missing here, {_INDEX} says it is in this shard")
         return {name: shards[shard] for name, shard in weight_map.items()}
 
 

@@ -1,0 +1,245 @@
+"""Reads the folders that `checkpoints.save` writes: tensors in Orbax's format beside a manifest (host only, no jax).
+
+A folder holds `multilora_checkpoint.json`, the manifest; `weights/0000`, `weights/0001` and so on, each a whole Orbax
+checkpoint of some of the tensors; and whatever else belongs to the model or the adapter. Orbax stores arrays as
+TensorStore's, so TensorStore reads them: any part of a tensor by itself, into memory that the caller owns, many at
+once. A missing chunk would read as zeros, silently; so the manifest lists every file with its size, and every tensor
+with its shape and type, and all of that is checked before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from multilora_jax.safetensors_file import FileError, open_regular, refuse_lfs_pointer
+
+MANIFEST_FILE = "multilora_checkpoint.json"
+UNFINISHED_FILE = "multilora_unfinished"
+"""Lies in a folder that is being written; the folder takes its final name when it is whole."""
+WEIGHTS_FOLDER = "weights"
+FORMAT = 1
+"""Version of the manifest."""
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in (
+        ("float32", np.float32), ("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16), ("int8", np.int8),
+    )
+}  # fmt: skip
+_MAX_MANIFEST_BYTES = 64 * 2**20
+_ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "_sharding")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_GROUP = re.compile(r"\d{4,8}")
+_AGAIN = "convert the original again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a manifest; group is its folder under WEIGHTS_FOLDER."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    group: str
+
+
+def is_stored(folder: str | os.PathLike[str]) -> bool:
+    """Whether `folder` was written by `checkpoints.save`, whole or not."""
+    return any(os.path.lexists(os.path.join(folder, name)) for name in (MANIFEST_FILE, UNFINISHED_FILE))
+
+
+def is_foreign_orbax(folder: str | os.PathLike[str]) -> bool:
+    """Whether `folder`, or one in it, is an Orbax checkpoint that something else wrote."""
+    if is_stored(folder):
+        return False
+    folders = [Path(folder), *(entry for entry in Path(folder).iterdir() if entry.is_dir())]
+    return any((place / name).exists() for place in folders for name in _ORBAX_FILES)
+
+
+class StoredTensors:
+    """The tensors of one folder, whose manifest, files, shapes and types have been checked.
+
+    Args:
+        folder: see this module.
+        kind: "model" or "adapter", whichever is wanted.
+
+    Attributes:
+        about: what the manifest says besides.
+        tensors: by name, in the manifest's order.
+
+    Raises:
+        FileError: `not_found`, `not_regular`, `lfs_pointer`, or `corrupt` for a folder that is unfinished, lacks a
+            file, has one of another size, or tensors that are not those of the manifest.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], kind: str):
+        self.path = Path(folder)
+        if (self.path / UNFINISHED_FILE).exists():
+            raise _corrupt(f"an interrupted conversion, never finished: delete the folder and {_AGAIN}")
+        with open_regular(self.path / MANIFEST_FILE) as file:
+            text = file.read(_MAX_MANIFEST_BYTES + 1)
+        refuse_lfs_pointer(text)
+        self.about = _parse(text)
+        if self.about.get("kind") != kind:
+            raise _corrupt(f"holds {_a(str(self.about.get('kind')))}, not {_a(kind)}")
+        self.ocdbt = self.about["ocdbt"] is True
+        self.tensors = {name: _entry(name, value) for name, value in self.about.pop("tensors").items()}
+        self._check_files(self.about.pop("files"))
+        self._stores: dict[str, Any] = {}
+        self._open(self.tensors)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, whole, in memory of its own and in the stored type.
+
+        Raises:
+            FileError: it cannot be read any more.
+        """
+        out = np.empty(self.tensors[name].shape, self.tensors[name].dtype)
+        finish(self.read_into(name, (), out))
+        return out
+
+    def read_into(self, name: str, index: tuple[slice, ...], out: np.ndarray) -> Any:
+        """Begins to read a part of a tensor.
+
+        Args:
+            index: a slice for each axis, or of the first axes.
+            out: what it is written to, of the part's shape; converted where its type is another (bfloat16 and float16
+                are rounded to nearest even).
+
+        Returns:
+            What `finish` waits for.
+        """
+        import tensorstore as ts
+
+        source = self._stores[name][index] if index else self._stores[name]
+        if self.tensors[name].dtype != out.dtype:
+            source = ts.cast(source, ts.dtype(out.dtype.name))
+        return ts.array(out, copy=False, write=True).write(source)
+
+    def _check_files(self, files: Any) -> None:
+        if not isinstance(files, dict) or not files:
+            raise _corrupt(f"{MANIFEST_FILE} lists no files")
+        for name, size in files.items():
+            parts = name.split("/")
+            if parts[0] != WEIGHTS_FOLDER or any(part in ("", ".", "..") for part in parts) or type(size) is not int:
+                raise _corrupt(f"{MANIFEST_FILE} lists {name[:200]!r}, which is no file of {WEIGHTS_FOLDER}")
+            try:
+                status = os.stat(self.path / name)
+            except (OSError, ValueError):
+                raise _corrupt(f"{name} is missing: copy it again, or {_AGAIN}") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise FileError("not_regular", f"{name} is not a regular file")
+            if status.st_size != size:
+                with open_regular(self.path / name) as file:
+                    refuse_lfs_pointer(file.read(64))
+                raise _corrupt(f"{name} has {status.st_size} bytes instead of {size}: copy it again, or {_AGAIN}")
+        # What is not compressed cannot hold more than its bytes; a manifest that says so would exhaust the memory.
+        wanted = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
+        if wanted > sum(files.values()):
+            raise _corrupt(f"{MANIFEST_FILE} lists tensors of {wanted} bytes, more than the files have")
+
+    def _open(self, names: Iterable[str]) -> None:
+        """Opens tensors, all at once, and checks that each is what the manifest says."""
+        import tensorstore as ts
+
+        context = ts.Context()
+        opening = {name: ts.open(self._spec(name), open=True, read=True, context=context) for name in names}
+        for name, future in opening.items():
+            tensor = self.tensors[name]
+            where = f"tensor {name} in {WEIGHTS_FOLDER}/{tensor.group}"
+            try:
+                store = future.result()
+            except ValueError as error:
+                raise _corrupt(f"{where} cannot be opened ({_first(error)}): {_AGAIN}") from None
+            shape, dtype = tuple(store.shape), store.dtype.name
+            if shape != tensor.shape or dtype != tensor.dtype.name:
+                raise _corrupt(
+                    f"{where} is {dtype}{list(shape)} and {MANIFEST_FILE} says {tensor.dtype.name}"
+                    f"{list(tensor.shape)}: the files are of two checkpoints, or were changed; {_AGAIN}"
+                )
+            if store.spec().to_json()["metadata"].get("compressor") is not None:
+                raise _corrupt(f"{where} is compressed, which no conversion does: {_AGAIN}")
+            self._stores[name] = store
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        group = (self.path / WEIGHTS_FOLDER / self.tensors[name].group).absolute()
+        if self.ocdbt:
+            kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{group}/"}, "path": f"{name}/"}
+        else:
+            kvstore = {"driver": "file", "path": f"{group}/{name}/"}
+        return {"driver": "zarr", "kvstore": kvstore}
+
+
+def finish(reading: Any) -> None:
+    """Waits for what `StoredTensors.read_into` began.
+
+    Raises:
+        FileError: `corrupt`: the file was changed or cut off meanwhile, or the disk failed.
+    """
+    try:
+        reading.result()
+    except (ValueError, OSError) as error:
+        raise _corrupt(f"it cannot be read ({_first(error)})") from None
+
+
+def checked_name(name: str) -> str:
+    """A tensor's name, if it can be one of a file too.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not _NAME.fullmatch(name) or len(name) > 240:
+        raise ValueError(f"tensor {name[:200]!r} cannot be stored under this name")
+    return name
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text) if len(text) <= _MAX_MANIFEST_BYTES else None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("tensors"), dict):
+        raise _corrupt(f"{MANIFEST_FILE} is damaged: {_AGAIN}")
+    if content.get("format") != FORMAT:
+        raise _corrupt(
+            f"{MANIFEST_FILE} has format {content.get('format')!r}, and this version reads {FORMAT}: {_AGAIN} with it"
+        )
+    return {"ocdbt": True, "files": None, **content}
+
+
+def _entry(name: str, value: Any) -> StoredTensor:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "group": str(group)} if (
+            dtype in DTYPES
+            and len(shape) <= 32
+            and all(type(n) is int and 0 < n < 2**63 for n in shape)
+            and _GROUP.fullmatch(group)
+            and _NAME.fullmatch(name)
+        ):
+            return StoredTensor(name, DTYPES[dtype], tuple(shape), group)
+        case _:
+            raise _corrupt(f"{MANIFEST_FILE}: the entry of tensor {name[:200]!r} is malformed")
+
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind == 'adapter' else 'a'} {kind}"
+
+
+def _first(error: BaseException) -> str:
+    """The first sentence of an error of TensorStore's, which ends in the whole specification."""
+    return str(error).split(" [")[0][:300]
+
+
+def _corrupt(what: str) -> FileError:
+    return FileError("corrupt", what)

