@@ -62,7 +62,7 @@ def _launches(args: Arguments, shrink: Any, expand: Any, options: Options) -> Ca
     def run(x_TI: jax.Array, pools: tuple[jax.Array, ...], y_TO: jax.Array) -> jax.Array:
         for pool in pools:
             s = pallas_triton.shrink(
-                x_TI, pool, args.rows.units_a_MRU, part, unit=args.unit, interpret=options.interpret, blocks=shrink
+                x_TI, pool, args.rows, part, unit=args.unit, interpret=options.interpret, blocks=shrink
             )
             y_TO = pallas_triton.expand(
                 s, pool, args.rows, part, y_TO, unit=args.unit, dtype=x_TI.dtype, interpret=options.interpret,

@@ -41,7 +41,7 @@ class EngineStats:
             the pool), "loading" (on its way there) or "host". A name is there once, in the version that new requests
             get; neither is one there that is only on disk, nor a version that was unloaded or replaced.
         steps: device steps run; step_seconds: seconds spent in them.
-        attention_backend: what computes attention, see LlamaSpec.
+        attention_backend, lora_backend: what computes attention and the adapters' products, see LlamaSpec.
     """
 
     num_running: int = 0
@@ -75,6 +75,7 @@ class EngineStats:
     steps: int = 0
     step_seconds: float = 0.0
     attention_backend: str = "xla"
+    lora_backend: str = "xla"
 
     def add_step(self, seconds: float) -> None:
         """Counts a step."""

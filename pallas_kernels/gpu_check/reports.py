@@ -96,3 +96,13 @@ def collectives(hlo: str) -> list[str]:
     """Names of the collectives in an optimised HLO."""
     pattern = r" ((?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)[a-z-]*)\("
     return sorted(set(re.findall(pattern, hlo)))
+
+
+def kernel_launches(hlo: str) -> dict[str, int]:
+    """How often an optimised HLO launches each Pallas kernel, by its name."""
+    found: dict[str, int] = {}
+    for line in hlo.splitlines():
+        if "custom-call(" in line and (name := re.search(r'name = \\?"(\w+)\\?"|kernel_name = "(\w+)"', line)):
+            kernel = name[1] or name[2]
+            found[kernel] = found.get(kernel, 0) + 1
+    return dict(sorted(found.items()))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.segmented_lora.plan import Plan
-from pallas_kernels.segmented_lora.rank_rows import RankRows, as_compute, as_units
+from pallas_kernels.segmented_lora.rank_rows import RankRows, Rows, as_compute, as_units, whole
 
 _F32 = jnp.float32
 
@@ -41,7 +41,7 @@ def scaled(s_MTR: jax.Array, rows: RankRows) -> jax.Array:
 def delta(
     x_TI: jax.Array,
     pools: Sequence[jax.Array],
-    rows: RankRows,
+    rows: Rows,
     plan: Plan,
     y_TO: jax.Array,
     *,
@@ -49,7 +49,7 @@ def delta(
     axis_name: str | None = None,
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
-    T, dtype = len(x_TI), x_TI.dtype
+    rows, T, dtype = whole(rows), len(x_TI), x_TI.dtype
     mix_TR = mix_of(plan, rows.units_b_RV.shape[0], T).T
     a_MRI = gather_rows(pools[0], jnp.asarray(rows.units_a_MRU), units[0], dtype)
     b_RO = gather_rows(pools[1], jnp.asarray(rows.units_b_RV), units[1], dtype)
@@ -58,7 +58,20 @@ def delta(
     if axis_name is not None:
         s_MTR = jax.lax.psum(s_MTR, axis_name)
     s_MTR = jnp.where(mix_TR != 0, scaled(s_MTR, rows) * mix_TR, 0).astype(dtype)
-    starts = rows.out_starts
+    return _add_outputs(y_TO, s_MTR, b_RO, rows)
+
+
+def constants(pool: jax.Array, rows: Rows, plan: Plan, y_TO: jax.Array, *, unit: int, dtype: jnp.dtype) -> jax.Array:
+    """See api.lora_constants."""
+    rows = whole(rows)
+    mix_TR = mix_of(plan, rows.units_b_RV.shape[0], len(y_TO)).T
+    const_MR = jnp.zeros_like(jnp.asarray(rows.scale_MR)) if rows.const_MR is None else jnp.asarray(rows.const_MR)
+    b_RO = gather_rows(pool, jnp.asarray(rows.units_b_RV), unit, dtype)
+    return _add_outputs(y_TO, (const_MR[:, None] * mix_TR).astype(dtype), b_RO, rows)
+
+
+def _add_outputs(y_TO: jax.Array, s_MTR: jax.Array, b_RO: jax.Array, rows: RankRows) -> jax.Array:
+    starts, high = rows.out_starts, jax.lax.Precision.HIGHEST
     outputs = [
         jnp.einsum(
             "tr,ro->to", s_MTR[m], b_RO[:, starts[m] : starts[m + 1]], preferred_element_type=_F32, precision=high
