@@ -8,19 +8,23 @@ side in the table; when they find no gap that is wide enough, everybody else's a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from multilora_jax.engine.batch import BuiltBatch
+from multilora_jax.engine.lora_plans import build_plan
 from multilora_jax.engine.programs import Programs
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, RowPlan, num_slots, reach_of
 from multilora_jax.engine.vocab_tables import vocab_tables
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.layout import Reach
 from multilora_jax.memory.geometry import MODULES, PoolGeometry
-from multilora_jax.models.batch import ExtraTables, LoRARows, UnitTable
+from multilora_jax.models.batch import ExtraTables, ForwardBatch, LoRARows, UnitTable
 from multilora_jax.models.in_place import table_columns
+from pallas_kernels.segmented_lora import Plan
 
 PagesOf = Callable[[Adapter], list[int]]
 
@@ -64,6 +68,8 @@ class InPlaceRows:
         self._table: UnitTable | None = None
         self._changed = False
         self._extra_key: list[Any] = []
+        self._plan_key: Any = None
+        self._plan: Plan = ()
         X = num_slots(self._num_rows)
         self.first_row_X, self.num_rows_X = np.zeros((2, X), np.int64)
 
@@ -141,6 +147,20 @@ class InPlaceRows:
         if reach is Reach.EXTENDED:
             self._upload_extra(adapters, pages_of)
         return RowPlan(fitting[0], reach)
+
+    def plan_step(self, built: BuiltBatch, plan: RowPlan) -> ForwardBatch:
+        """The batch with its plan of tokens and rank rows; only vocabularies still need the factors themselves."""
+        batch, num_prompt = built.batch, sum(count for _, _, count in built.chunks)
+        mix_SX, row_P = np.asarray(batch.mix_SX), np.asarray(batch.row_P)
+        # Decodes go on as they were for many steps.
+        rows = (self.first_row_X.tobytes(), self.num_rows_X.tobytes())
+        key = (built.shape, plan.bucket, mix_SX.tobytes(), row_P.tobytes(), num_prompt, rows)
+        if key != self._plan_key:
+            self._plan_key = key
+            self._plan = build_plan(
+                built.shape, plan.bucket, mix_SX, row_P, num_prompt, self.first_row_X, self.num_rows_X
+            )
+        return replace(batch, plan=self._plan, mix_SX=batch.mix_SX if plan.reach is Reach.EXTENDED else None)
 
     def _place(self, adapters: list[Adapter]) -> None:
         keep = set(adapters)

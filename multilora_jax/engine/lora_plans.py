@@ -13,7 +13,7 @@ import numpy as np
 
 from multilora_jax.engine.batch import BatchShape
 from multilora_jax.engine.rank_rows import ROW_BLOCK
-from pallas_kernels.segmented_lora.plan import NOBODY, Plan, Segments, SegmentShape, group_segments
+from pallas_kernels.segmented_lora.plan import NOBODY, Plan, Segments, SegmentShape, group_segments, group_tiles
 
 _DECODE_TOKENS, _DECODE_ROWS = 16, 16
 _PROMPT_TOKENS, _PROMPT_ROWS = 64, 32
@@ -108,5 +108,5 @@ def _region(
 def _fits(group_T: np.ndarray, members: list[np.ndarray], num_rows_X: np.ndarray, size: SegmentShape) -> bool:
     count_G = np.bincount(group_T[group_T >= 0], minlength=len(members))
     blocks_G = -(-count_G // size.block_tokens)
-    tiles_G = np.array([np.sum(-(-num_rows_X[group] // size.tile_rows)) for group in members], np.int64)
+    _, _, tiles_G = group_tiles(members, num_rows_X, size.tile_rows)
     return int(blocks_G.sum()) <= size.blocks and int((blocks_G * tiles_G).sum()) <= size.tiles

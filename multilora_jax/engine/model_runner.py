@@ -27,9 +27,8 @@ from multilora_jax.engine.batch import (
 from multilora_jax.engine.edits import build_edits, empty_edits
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.in_place_rows import InPlaceRows
-from multilora_jax.engine.lora_plans import build_plan
 from multilora_jax.engine.programs import Programs
-from multilora_jax.engine.rank_rows import HostTables, RowPlan, row_buckets
+from multilora_jax.engine.rank_rows import HostTables, row_buckets
 from multilora_jax.engine.row_buffers import ATTENTION, PagesOf, RowBuffers
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.lora.adapter import Adapter
@@ -218,7 +217,7 @@ class ModelRunner:
             self._rows_of,
         )  # fmt: skip
         if isinstance(self.rows, InPlaceRows) and plan.bucket:
-            built.batch = self._planned(built, plan)
+            built.batch = self.rows.plan_step(built, plan)
         edits = functools.partial(build_edits, built.rows, built.shape.num_rows, self.spec)
         reach = max(plan.reach, self._plain(plan.bucket)[0])
         return built, self._run(built.batch, built.shape, plan.bucket, reach, edits)
@@ -226,16 +225,6 @@ class ModelRunner:
     def _rows_of(self, adapter: Adapter) -> list[int]:
         assert isinstance(self.rows, RowBuffers)
         return self.rows.rank_rows.rows_of(adapter)
-
-    def _planned(self, built: BuiltBatch, plan: RowPlan) -> ForwardBatch:
-        """The batch with its plan of tokens and rank rows; only vocabularies still need the factors themselves."""
-        assert isinstance(self.rows, InPlaceRows)
-        batch, num_prompt = built.batch, sum(count for _, _, count in built.chunks)
-        segments = build_plan(
-            built.shape, plan.bucket, np.asarray(batch.mix_SX), np.asarray(batch.row_P), num_prompt,
-            self.rows.first_row_X, self.rows.num_rows_X,
-        )  # fmt: skip
-        return replace(batch, plan=segments, mix_SX=batch.mix_SX if plan.reach is Reach.EXTENDED else None)
 
     def prompt_logprobs(
         self, seq: Sequence, hidden: np.ndarray, start: int, targets: list[int]

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,15 @@ def collectives(hlo: str) -> list[str]:
 
 def kernel_launches(hlo: str) -> dict[str, int]:
     """How often an optimised HLO launches each Pallas kernel, by its name."""
-    found: dict[str, int] = {}
-    for line in hlo.splitlines():
-        if "custom-call(" in line and (name := re.search(r'name = \\?"(\w+)\\?"|kernel_name = "(\w+)"', line)):
-            kernel = name[1] or name[2]
-            found[kernel] = found.get(kernel, 0) + 1
-    return dict(sorted(found.items()))
+    names = re.findall(r'custom-call\(.*op_name="[^"]*?(\w+)/pallas_call"', hlo)
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def program_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A program as a row of a table: MiB a device, Pallas launches, collectives."""
+    memory = found["memory"]
+    peak = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
+    sizes = {"arguments": memory["argument"], "aliased": memory["alias"], "temporaries": memory["temp"], "peak": peak}
+    row: dict[str, Any] = {"case": name} | {f"{key}_mib": round(value / 2**20, 1) for key, value in sizes.items()}
+    launches = " ".join(f"{kernel}:{count}" for kernel, count in found["launches"].items())
+    return row | {"pallas_launches": launches, "collectives": " ".join(found["collectives"])}

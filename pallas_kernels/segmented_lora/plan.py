@@ -195,15 +195,16 @@ def group_segments(
     Raises:
         ValueError: they do not fit into the shape; the message says what they need.
     """
-    step = shape.tile_rows
-    tiles = [(x, k) for group in members for x in group for k in range(0, int(num_rows_X[x]), step)]
-    tiles_G = np.array([sum(-(-int(num_rows_X[x]) // step) for x in group) for group in members])
-    table = np.array(tiles or [(0, 0)], np.int64)
-    adapter_E, offset_E = table[:, 0], table[:, 1]
+    G, step = len(members), shape.tile_rows
+    adapter_U, tiles_U, tiles_G = group_tiles(members, num_rows_X, step)
+    adapter_E = np.repeat(adapter_U, tiles_U)
+    offset_E = (np.arange(len(adapter_E)) - np.repeat(np.cumsum(tiles_U) - tiles_U, tiles_U)) * step
+    if not len(adapter_E):
+        adapter_E = offset_E = np.zeros(1, np.int64)
     rows_E = np.minimum(num_rows_X[adapter_E] - offset_E, step)
     segments, blocks, used = _segments(
-        np, group_T, np.ones(len(members), bool) if wanted_G is None else wanted_G, np.cumsum(tiles_G) - tiles_G,
-        tiles_G, first_row_X[adapter_E] + offset_E, rows_E, adapter_E, mix_TX, shape,
+        np, group_T, np.ones(G, bool) if wanted_G is None else wanted_G, np.cumsum(tiles_G) - tiles_G, tiles_G,
+        first_row_X[adapter_E] + offset_E, rows_E, adapter_E, mix_TX, shape,
     )  # fmt: skip
     if blocks > shape.blocks or used > shape.tiles:
         raise ValueError(
@@ -211,6 +212,16 @@ def group_segments(
             f"the shape has {shape.blocks} and {shape.tiles}: take a larger bucket"
         )
     return segments
+
+
+def group_tiles(
+    members: Sequence[np.ndarray], num_rows_X: np.ndarray, tile_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int[U], the adapters of all groups one after another; int[U], tiles of each; int[G], tiles of each group."""
+    adapter_U = np.concatenate(members).astype(np.int64)
+    tiles_U = -(-num_rows_X[adapter_U] // tile_rows)
+    group_U = np.repeat(np.arange(len(members)), [len(group) for group in members])
+    return adapter_U, tiles_U, np.bincount(group_U, tiles_U, len(members)).astype(np.int64)
 
 
 def trace_plan(adapter_T: jax.Array, num_rows_X: jax.Array, stride: int, block_tokens: int, tile_rows: int) -> Plan:

@@ -66,9 +66,10 @@ def test_every_mix_of_a_bucket_fits(data):
         for row in range(shape.num_rows):
             for slot in data.draw(slots):
                 mix_SX[row, slot] = data.draw(st.sampled_from([1, 0.5, -2]))
-    row_P = np.sort(data.draw(st.lists(st.integers(decodes, shape.num_rows - 1), min_size=prompt, max_size=prompt)))
+    rows_P = st.lists(st.integers(decodes, decodes + max(blocks, 1) - 1), min_size=prompt, max_size=prompt)
+    row_P = np.sort(np.array(data.draw(rows_P), int))
     num_prompt = data.draw(st.integers(0, prompt))
-    check(shape, num_rows, rows_of, mix_SX, row_P.astype(int), num_prompt)
+    check(shape, num_rows, rows_of, mix_SX, row_P, num_prompt)
 
 
 @pytest.mark.parametrize("decodes", [2, 16, 33])

@@ -20,7 +20,9 @@ from pallas_kernels.segmented_lora import (
     lora_delta,
     make_plan,
     pallas_triton,
+    xla_pool,
 )
+from pallas_kernels.segmented_lora.arg_specs import segment_specs
 from pallas_kernels.segmented_lora.blocks import ExpandBlocks, ShrinkBlocks
 from pallas_kernels.segmented_lora.plan import NOBODY
 from tests.pallas_kernels.pool_problem import SHORT, TRACES, PoolProblem, run_delta
@@ -78,6 +80,25 @@ def test_weighted_mixes(implementation):
     mix_TX[2], mix_TX[3], mix_TX[5] = (0, 1, 1, 0), (0, 0.125, 3, 0), (1, 1, 1, 1)
     mix_TX[7:] = np.where(np.random.default_rng(0).random((13, 4)) < 0.5, 0, 1.5)
     PoolProblem([5, 1, 33, 16], mix_TX=mix_TX, const=True).check(implementation, (SegmentShape(16, 96),))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_xla_s_products_by_tiles(monkeypatch, dtype):
+    """Mixes, a bias, ranks that differ by module: each tile with the tokens of its block alone."""
+    monkeypatch.setattr(xla_pool, "prefers_tiles", lambda *_: True)
+    mix_TX = np.where(np.random.default_rng(0).random((13, 3)) < 0.5, 0, 1.5)
+    ranks = [[4, 0, 20], [0, 0, 8], [4, 3, 1]]
+    PoolProblem(ranks, mix_TX=mix_TX, const=True, in_dim=160, dtype=dtype).check("xla", (SegmentShape(10, 60),))
+
+
+def test_tiles_are_for_many_rows_and_full_blocks():
+    def plan(blocks, tiles):
+        return (jax.tree.map(lambda x: np.zeros(x.shape), segment_specs(SegmentShape(blocks, tiles))),)
+
+    assert xla_pool.prefers_tiles(plan(32, 32), 256, 512, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 256, 128, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 32, 512, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 256, 512, "bfloat16")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
