@@ -4,7 +4,7 @@
 
 Every method starts from the pool and the page tables. Active rows: dense products of all tokens with all rows, masked.
 Chunks: tokens sorted by adapter, each chunk of 16 of one adapter multiplied by that adapter's rows. Ragged: the same
-sorting, then lax.ragged_dot. Methods run in turn, several layers with weights of their own in a program; the best counts.
+sorting, then lax.ragged_dot. Methods run in turn, some layers with weights of their own in a program; the best counts.
 """
 
 from __future__ import annotations

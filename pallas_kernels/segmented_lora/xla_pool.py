@@ -100,14 +100,14 @@ def delta_by_tiles(
         row_WK = jnp.where(place_K < part.num_rows_W[:, None], part.row_W[:, None] + place_K, R)
         token_WC = jnp.asarray(part.token_NC)[part.block_W]
         tile: Any = {"mode": "fill", "fill_value": 0}
-        a_MWKI = gather_rows(pools[0], _taken(rows.units_a_MRU, row_WK, 1, -1), units[0], dtype)
-        b_WKO = gather_rows(pools[1], _taken(rows.units_b_RV, row_WK, 0, -1), units[1], dtype)
+        a_MWKI = gather_rows(pools[0], taken(rows.units_a_MRU, row_WK, 1, -1), units[0], dtype)
+        b_WKO = gather_rows(pools[1], taken(rows.units_b_RV, row_WK, 0, -1), units[1], dtype)
         x_WCI = x_TI.at[token_WC].get(**tile)
         s_MWCK = jnp.einsum("wci,mwki->mwck", x_WCI, a_MWKI, preferred_element_type=_F32, precision=high)
-        scale_MW1K = _taken(rows.scale_MR, row_WK, 1, 0)[:, :, None]
+        scale_MW1K = taken(rows.scale_MR, row_WK, 1, 0)[:, :, None]
         s_MWCK = jnp.where(scale_MW1K != 0, s_MWCK * scale_MW1K, 0)
         if rows.const_MR is not None:
-            s_MWCK += _taken(rows.const_MR, row_WK, 1, 0)[:, :, None]
+            s_MWCK += taken(rows.const_MR, row_WK, 1, 0)[:, :, None]
         mix_WC1 = jnp.asarray(part.mix_WC)[..., None]
         s_MWCK = jnp.where(mix_WC1 != 0, s_MWCK * mix_WC1, 0).astype(dtype)
         outputs = [
@@ -119,7 +119,7 @@ def delta_by_tiles(
     return sum_TO.astype(y_TO.dtype)
 
 
-def _taken(table: Any, row_WK: jax.Array, axis: int, none: float) -> jax.Array:
+def taken(table: Any, row_WK: jax.Array, axis: int, none: float) -> jax.Array:
     """Rows of a table in place of its axis of rows; `none` where there is no such row."""
     return jnp.take(jnp.asarray(table), row_WK, axis, mode="fill", fill_value=none)
 
