@@ -162,7 +162,7 @@ def test_memory_of_parts_is_bounded(monkeypatch):
 
 
 def test_a_pool_of_more_vectors_than_32_bits_number():
-    pool = jax.ShapeDtypeStruct((32, 1 << 19, 2 * 2 * 16 * 16), jnp.uint32)
+    pool = jax.ShapeDtypeStruct((32, 1 << 21, 2 * 2 * 16 * 16), jnp.uint32)
     arguments = random_arguments([(1, 3)], (4, 2, 16), dtype="float32")
     q, _, layer, *rest = arguments.arrays
     with pytest.raises(NotImplementedError, match="32 bits number"):
