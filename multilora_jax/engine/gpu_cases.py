@@ -5,10 +5,12 @@
 A decode step is `begin`, `layers` (all of them) and `finish`. The pool is donated and must come back in place, nothing
 may copy it, and attention and adapters must be Pallas kernels: this is what would be lost unseen on a machine without a
 GPU. On four devices each holds a quarter of the pool, and one sum of the projections is all that adapters add.
+`--sweep` compiles every program with all 32 layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,49 +45,72 @@ NUM_PAGES = 20_000
 _PREFILL_BLOCK, _MAX_LEN = 32, 8192
 
 
-def _programs(mesh: Mesh, tp: int) -> Programs:
-    geometry = LLAMA_3_8B.geometry(NUM_PAGES, 16, tp, "bfloat16", 256)
+FEW_LAYERS = 4
+"""Of the cases beside the decode step on one device: layers are alike, and compiling goes by their number."""
+
+
+def _model(layers: int) -> ModelConfig:
+    return replace(LLAMA_3_8B, num_layers=layers)
+
+
+def _programs(mesh: Mesh, tp: int, layers: int) -> Programs:
+    geometry = _model(layers).geometry(NUM_PAGES, 16, tp, "bfloat16", 256)
     spec = LlamaSpec(
-        LLAMA_3_8B, geometry, _PREFILL_BLOCK, features_first=False, axis_name="model" if tp > 1 else None,
+        _model(layers), geometry, _PREFILL_BLOCK, features_first=False, axis_name="model" if tp > 1 else None,
         attention_groups=(1 << 30, 1 << 30), attention_backend="triton", lora_backend="triton",
     )  # fmt: skip
-    shape = (geometry.num_layers, NUM_PAGES, geometry.page_elements)
+    shape = (layers, NUM_PAGES, geometry.page_elements)
     pool: Any = jax.ShapeDtypeStruct(shape, geometry.storage_dtype, sharding=NamedSharding(mesh, POOL_SPEC))
     params = param_shapes(spec, _MAX_LEN, mesh)
     return Programs(spec, mesh, params, pool, table_width(_MAX_LEN, geometry), ROWS, MIXED.num_rows)
 
 
-def _case(tp: int, *key: Any, kernels: tuple[str, ...] = (), temp: int) -> Case:
-    geometry = LLAMA_3_8B.geometry(NUM_PAGES, 16, tp, "bfloat16", 256)
-    copied = rf"= u16\[{geometry.num_layers},{NUM_PAGES},{geometry.page_elements // tp}\]\S* copy\("
+def _case(tp: int, layers: int, *key: Any, kernels: tuple[str, ...] = (), temp: int) -> Case:
+    geometry = _model(layers).geometry(NUM_PAGES, 16, tp, "bfloat16", 256)
+    copied = rf"= u16\[{layers},{NUM_PAGES},{geometry.page_elements // tp}\]\S* copy\("
     return Case(
-        None, mesh=((1, tp), ("data", "model")), lower=lambda mesh: _programs(mesh, tp).lower(*key), expect=kernels,
-        forbid=(copied,), max_temp_bytes=temp, check_limits=False,
+        None, mesh=((1, tp), ("data", "model")), lower=lambda mesh: _programs(mesh, tp, layers).lower(*key),
+        expect=kernels, forbid=(copied,), max_temp_bytes=temp, check_limits=False,
         min_alias_bytes=NUM_PAGES * geometry.page_bytes // tp if key[0] == "layers" else 0,
     )  # fmt: skip
 
 
-def cases() -> dict[str, Case]:
-    """Programs by devices and kind."""
+def _cases(tp: int, layers: dict[str, int]) -> dict[str, Case]:
+    """Those of one number of devices, the programs by name with so many layers."""
     attention, lora = ("paged_attention_decode",), ("lora_shrink", "lora_expand")
-    prompts = (*attention, "paged_attention_prompt")
-    found = {}
-    for tp in (1, 4):
-        name = f"H200 x {tp}" if tp > 1 else "H200"
-        found |= {
-            f"{name}, begin, 64 adapters": _case(tp, "begin", DECODE, ROWS, False, temp=1 << 20),
-            f"{name}, decode 64, base": _case(
-                tp, "layers", DECODE, 0, Reach.PROJECTIONS, kernels=attention, temp=256 << 20
-            ),
-            f"{name}, decode 64, 64 adapters": _case(
-                tp, "layers", DECODE, ROWS, Reach.PROJECTIONS, kernels=attention + lora, temp=256 << 20
-            ),
-            f"{name}, decode 64 + prompts 512, 64 adapters": _case(
-                tp, "layers", MIXED, ROWS, Reach.PROJECTIONS, kernels=prompts + lora, temp=768 << 20
-            ),
-            f"{name}, finish": _case(tp, "finish", DECODE, False, temp=128 << 20),
-        }
-    found["H200, decode 64, DoRA and norms"] = _case(
-        1, "layers", DECODE, ROWS, Reach.EXTENDED, kernels=attention + lora, temp=256 << 20
-    )
-    return found
+    plain = Reach.PROJECTIONS
+    wanted: dict[str, tuple[tuple[Any, ...], tuple[str, ...], int]] = {
+        "begin, 64 adapters": (("begin", DECODE, ROWS, False), (), 1),
+        "decode 64, base": (("layers", DECODE, 0, plain), attention, 256),
+        "decode 64, 64 adapters": (("layers", DECODE, ROWS, plain), attention + lora, 256),
+        "decode 64, DoRA and norms": (("layers", DECODE, ROWS, Reach.EXTENDED), attention + lora, 256),
+        "decode 64 + prompts 512, 64 adapters": (
+            ("layers", MIXED, ROWS, plain), (*attention, "paged_attention_prompt", *lora), 768
+        ),
+        "finish": (("finish", DECODE, False), (), 128),
+    }  # fmt: skip
+    device = f"H200 x {tp}" if tp > 1 else "H200"
+    return {
+        f"{device}, {layers[name]} layers, {name}": _case(tp, layers[name], *key, kernels=kernels, temp=mib << 20)
+        for name, (key, kernels, mib) in wanted.items()
+        if name in layers
+    }
+
+
+def cases() -> dict[str, Case]:
+    """The decode step on one device whole; the others with a few layers."""
+    few = dict.fromkeys(_NAMES, FEW_LAYERS)
+    whole = dict.fromkeys(("decode 64, base", "decode 64, 64 adapters"), LLAMA_3_8B.num_layers)
+    return _cases(1, few | whole) | _cases(4, few)
+
+
+def sweep() -> dict[str, Case]:
+    """All of them with all layers: on two cores half an hour."""
+    whole = dict.fromkeys(_NAMES, LLAMA_3_8B.num_layers)
+    return _cases(1, whole) | _cases(4, whole)
+
+
+_NAMES = (
+    "begin, 64 adapters", "decode 64, base", "decode 64, 64 adapters", "decode 64, DoRA and norms",
+    "decode 64 + prompts 512, 64 adapters", "finish",
+)  # fmt: skip

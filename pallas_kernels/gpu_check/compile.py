@@ -100,8 +100,11 @@ def check(
     kernels = read_dump(folder, set(os.listdir(folder)) - before, ptxas, problems)
     if not problems and not any("registers" in kernel for kernel in kernels.values()):
         problems.append("no kernel was compiled: the check would be empty")
+    own = result.get("launches", {})
     for kernel, found in kernels.items():
-        if found.get("spill_stores", 0) + found.get("spill_loads", 0):
+        # XLA's own all-reduces spill a few bytes; in a program only Pallas kernels are held to none.
+        ours = case.check_limits or re.sub(r"__\d+$", "", kernel) in own
+        if ours and found.get("spill_stores", 0) + found.get("spill_loads", 0):
             problems.append(f"{kernel}: spills {found['spill_stores']}/{found['spill_loads']} bytes")
         if case.check_limits and found.get("narrow_loads"):
             problems.append(f"{kernel}: {found['narrow_loads']} loads of 2 bytes: the compiler saw no alignment")
