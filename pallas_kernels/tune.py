@@ -164,11 +164,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nothing to tune in {', '.join(sorted(unknown))}: name lora, attention or both", file=sys.stderr)
         return 2
     options = Options(1, 1, True, args.most) if args.interpret else Options(most=args.most)
-    sizes = list(itertools.product(models, args.dtypes.split(","), map(int, args.tokens.split(","))))
+    tokens_of = list(map(int, args.tokens.split(",")))
+    sizes = [(model, dtype, tokens) for model in models for dtype in args.dtypes.split(",") for tokens in tokens_of]
     entries: dict[str, list[dict[str, Any]]] = {lora_blocks.OP: [], tune_attention.OP: []}
     for model, dtype, tokens in sizes if "lora" in ops else ():
-        for group, rank in itertools.product(args.groups.split(","), map(int, args.ranks.split(","))):
-            entries[lora_blocks.OP] += tune_lora(model, group, tokens, rank, dtype, options)
+        for group in args.groups.split(","):
+            for rank in map(int, args.ranks.split(",")):
+                entries[lora_blocks.OP] += tune_lora(model, group, tokens, rank, dtype, options)
     for model, dtype, tokens in sizes if "attention" in ops else ():
         if model not in HEADS:
             continue  # of Llama-2-70B's shards they go by another name

@@ -100,7 +100,8 @@ def _cases(tp: int, layers: dict[str, int]) -> dict[str, Case]:
 def cases() -> dict[str, Case]:
     """The decode step on one device whole; the others with a few layers."""
     few = dict.fromkeys(_NAMES, FEW_LAYERS)
-    whole = dict.fromkeys(("decode 64, base", "decode 64, 64 adapters"), LLAMA_3_8B.num_layers)
+    step: tuple[str, ...] = ("decode 64, base", "decode 64, 64 adapters")
+    whole = dict.fromkeys(step, LLAMA_3_8B.num_layers)
     return _cases(1, few | whole) | _cases(4, few)
 
 
@@ -110,7 +111,7 @@ def sweep() -> dict[str, Case]:
     return _cases(1, whole) | _cases(4, whole)
 
 
-_NAMES = (
+_NAMES: tuple[str, ...] = (
     "begin, 64 adapters", "decode 64, base", "decode 64, 64 adapters", "decode 64, DoRA and norms",
     "decode 64 + prompts 512, 64 adapters", "finish",
 )  # fmt: skip

@@ -80,9 +80,10 @@ class InPlaceRows:
 
     def layers_for(self, reach: Reach) -> UnitTable:
         """What the layers of a step with adapters read."""
-        if self._table is None:
-            self._table = self._programs.get("units")()
-        return self._table
+        table = self._table
+        if table is None:
+            table = self._table = self._programs.get("units")()
+        return table
 
     def slot_of(self, adapter: Adapter) -> int:
         """The adapter's column in mix_SX."""

@@ -43,10 +43,11 @@ def empty_plan(shape: BatchShape, num_rows: int) -> Plan:
 
     def empty(size: SegmentShape) -> Segments:
         N, W, C = size.blocks, size.tiles, size.block_tokens
-        per_block, per_tile = np.zeros((2, N), np.int32), np.zeros((3, W), np.int32)
+        per_block, per_tile = np.zeros(N, np.int32), np.zeros(W, np.int32)
         return Segments(
-            np.full((N, C), NOBODY, np.int32), *per_block, *per_tile, np.zeros((W, C), np.float32), size.tile_rows
-        )
+            np.full((N, C), NOBODY, np.int32), per_block, per_block, per_tile, per_tile, per_tile,
+            np.zeros((W, C), np.float32), size.tile_rows,
+        )  # fmt: skip
 
     return tuple(map(empty, segment_shapes(shape, num_rows)))
 

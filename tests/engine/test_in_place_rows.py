@@ -46,7 +46,7 @@ class Adapter:
 
 
 def insert(table, units_LCU, start):
-    units_LRU = np.array(table.units_LRU)
+    units_LRU: Any = np.array(table.units_LRU)
     units_LRU[:, start : start + units_LCU.shape[1]] = units_LCU
     return UnitTable(units_LRU)
 

@@ -188,7 +188,7 @@ def test_units_past_the_pool_count_as_zeros(implementation):
 def test_free_places_are_no_token_of_a_longer_x():
     """A plan of four tokens, an x of six: no block may write the fifth, which many would at once."""
     problem = PoolProblem([4, 8], [0, 1, -1, 1, -1, -1], out_dims=(32,))
-    problem.adapter_T = problem.adapter_T[:4]
+    problem.adapter_T = np.array([0, 1, -1, 1])
     [part] = problem.plan(SHORT)
     assert set(part.token_NC.ravel().tolist()) == {0, 1, 3, NOBODY}
     problem.check("triton")
@@ -230,7 +230,7 @@ def engine_rows(problem, layer):
     tables[0, layer, 2:], tables[1, layer, 2:] = problem.scale, problem.const
     columns = tuple(1 + m * Ua for m in range(M))
     return LayerRankRows(
-        units_LRU, *tables, np.int32(layer), columns_a=columns, column_b=1 + M * Ua, units_in=Ua,
+        units_LRU, tables[0], tables[1], np.int32(layer), columns_a=columns, column_b=1 + M * Ua, units_in=Ua,
         units_out=problem.units_b.shape[1], first_module=2, out_dims=problem.out_dims,
     )  # fmt: skip
 
