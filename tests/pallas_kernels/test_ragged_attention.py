@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,8 @@ def test_memory_of_parts_is_bounded(monkeypatch):
 def test_a_pool_of_more_vectors_than_32_bits_number():
     pool = jax.ShapeDtypeStruct((32, 1 << 21, 2 * 2 * 16 * 16), jnp.uint32)
     arguments = random_arguments([(1, 3)], (4, 2, 16), dtype="float32")
-    q, _, layer, *rest = arguments.arrays
+    arrays: Any = arguments.arrays
+    q, _, layer, *rest = arrays
     with pytest.raises(NotImplementedError, match="32 bits number"):
         jax.eval_shape(
             lambda pool: ragged_paged_attention(
