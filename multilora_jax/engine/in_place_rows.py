@@ -7,7 +7,7 @@ side in the table; when they find no gap that is wide enough, everybody else's a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -119,12 +119,25 @@ class InPlaceRows:
             self._insert(0, np.full((g.num_layers, ROW_BLOCK, self._width), -1, np.int32))
 
     def stage(
-        self, active: list[Adapter], wanted: list[Adapter], pool: jax.Array, pages_of: PagesOf, *, spent_s: float = 0.0
+        self,
+        active: list[Adapter],
+        wanted: list[Adapter],
+        pool: jax.Array,
+        pages_of: PagesOf,
+        *,
+        empty_seats: float = 0.0,
+        spent_s: float = 0.0,
     ) -> None:
         """Nothing has to be prepared."""
 
     def activate(
-        self, adapters: list[Adapter], pool: jax.Array, pages_of: PagesOf, *, after_idle: bool = False
+        self,
+        adapters: list[Adapter],
+        pool: jax.Array,
+        pages_of: PagesOf,
+        *,
+        ahead: Iterable[Adapter] = (),
+        after_idle: bool = False,
     ) -> RowPlan:
         """Brings table and extras up to date for the adapters of a step; arguments as of RowBuffers.activate.
 
