@@ -78,7 +78,10 @@ class EngineConfig(ApiConfig, ServerConfig):
     )
     kernel_backend: Literal["auto", "xla", "triton", "mosaic_gpu"] = field(
         default="auto",
-        metadata=key_info("What computes attention. auto takes a Pallas kernel where the GPU runs one, else XLA."),
+        metadata=key_info(
+            "What computes attention and the adapters' products. auto takes Pallas kernels, which read the pool in "
+            "place, where the GPU runs them, else XLA. triton on a CPU interprets them: for tests, very slow."
+        ),
     )
     seed: int = field(
         default=0, metadata=key_info("Seed of requests without one and of dummy weights.", low=0, high=2**32 - 1)

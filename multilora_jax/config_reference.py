@@ -84,7 +84,7 @@ def type_words(hint: Any) -> str:
         return f"list of {type_words(args[0])}"
     if origin is dict:
         return f"mapping of text to {type_words(args[1])}"
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}[hint]
+    return {str: "text", int: "integer", float: "number", bool: "true or false", object: "any value"}[hint]
 
 
 def _default_words(f: Field[Any]) -> str:

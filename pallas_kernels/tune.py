@@ -1,6 +1,6 @@
 """Measures block sizes of the kernels on this device and writes the best to tuned/<device>/<op>.json.
 
-    python -m pallas_kernels.tune --models llama-3-8b --tokens 16,64 --ranks 16
+    python -m pallas_kernels.tune --models llama-3-8b --tokens 16,64 --ranks 16 --slots 8192
 
 A candidate runs over several layers with weights of their own in one program, so that no cache holds them and no launch
 is timed alone; the least of some runs counts. Every candidate is compared with the XLA implementation before it is
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, tuning
+from pallas_kernels import dispatch, tune_attention, tuning
+from pallas_kernels.paged_attention.arg_specs import HEADS
 from pallas_kernels.segmented_lora import blocks as lora_blocks
 from pallas_kernels.segmented_lora import pallas_triton, xla_pool
 from pallas_kernels.segmented_lora.arg_specs import GROUPS, MODELS, Arguments, draw
@@ -62,7 +64,7 @@ def _launches(args: Arguments, shrink: Any, expand: Any, options: Options) -> Ca
     def run(x_TI: jax.Array, pools: tuple[jax.Array, ...], y_TO: jax.Array) -> jax.Array:
         for pool in pools:
             s = pallas_triton.shrink(
-                x_TI, pool, args.rows.units_a_MRU, part, unit=args.unit, interpret=options.interpret, blocks=shrink
+                x_TI, pool, args.rows, part, unit=args.unit, interpret=options.interpret, blocks=shrink
             )
             y_TO = pallas_triton.expand(
                 s, pool, args.rows, part, y_TO, unit=args.unit, dtype=x_TI.dtype, interpret=options.interpret,
@@ -134,6 +136,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--tokens", default="16,64")
     parser.add_argument("--ranks", default="16")
+    parser.add_argument("--ops", default="lora,attention", help="what to measure")
+    parser.add_argument("--slots", type=int, default=8192, help="attention: slots of a page table, max_model_len")
+    parser.add_argument("--contexts", default="1024", help="attention: slots that each row has filled")
+    parser.add_argument("--queries", default="1,32", help="attention: of a row; 1 for decodes, of which --tokens run")
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--out", type=Path, default=tuning.TUNED, help="folder of the tuned files")
     parser.add_argument("--most", type=int, help="measure no more than so many candidates of a key")
@@ -153,18 +159,35 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in models if name not in MODELS]:
         print(f"unknown model {unknown[0]!r}: name some of {', '.join(MODELS)}", file=sys.stderr)
         return 2
+    ops = args.ops.split(",")
+    if unknown := set(ops) - {"lora", "attention"}:
+        print(f"nothing to tune in {', '.join(sorted(unknown))}: name lora, attention or both", file=sys.stderr)
+        return 2
     options = Options(1, 1, True, args.most) if args.interpret else Options(most=args.most)
-    entries = []
-    for model in models:
+    tokens_of = list(map(int, args.tokens.split(",")))
+    sizes = [(model, dtype, tokens) for model in models for dtype in args.dtypes.split(",") for tokens in tokens_of]
+    entries: dict[str, list[dict[str, Any]]] = {lora_blocks.OP: [], tune_attention.OP: []}
+    for model, dtype, tokens in sizes if "lora" in ops else ():
         for group in args.groups.split(","):
-            for dtype in args.dtypes.split(","):
-                for tokens in map(int, args.tokens.split(",")):
-                    for rank in map(int, args.ranks.split(",")):
-                        entries += tune_lora(model, group, tokens, rank, dtype, options)
-    if not entries:
+            for rank in map(int, args.ranks.split(",")):
+                entries[lora_blocks.OP] += tune_lora(model, group, tokens, rank, dtype, options)
+    for model, dtype, tokens in sizes if "attention" in ops else ():
+        if model not in HEADS:
+            continue  # of Llama-2-70B's shards they go by another name
+        for queries, context in itertools.product(
+            map(int, args.queries.split(",")), map(int, args.contexts.split(","))
+        ):
+            rows = tokens if queries == 1 else 8
+            entries[tune_attention.OP] += tune_attention.tune_attention(
+                model, rows, queries, context, args.slots, dtype, layers=options.layers, seconds=seconds,
+                repeats=options.repeats, interpret=options.interpret, most=options.most,
+            )  # fmt: skip
+    for op, found in entries.items():
+        if found:
+            print(tuning.save(op, device.kind, jax.__version__, found, args.out))
+    if not any(entries.values()):
         print("no candidate ran", file=sys.stderr)
         return 1
-    print(tuning.save(lora_blocks.OP, device.kind, jax.__version__, entries, args.out))
     return 0
 
 

@@ -121,7 +121,7 @@ def empty_batch(shape: BatchShape, spec: LlamaSpec, width: int, slots: int = 0) 
         "mix_SX": np.zeros((S, slots), np.float32) if slots else None,
     }
     num_rows, prompt_rows = slots * ROW_BLOCK, None
-    if N and num_rows > ROWS_OF_A_TURN:
+    if N and num_rows > ROWS_OF_A_TURN and not spec.in_place:
         row_C: Any = np.zeros(-(-num_rows // ROWS_OF_A_TURN) * ROWS_OF_A_TURN, np.int32)
         prompt_rows = PromptRows(row_C, np.int32(0))  # pyright: ignore[reportArgumentType]
     return ForwardBatch(**arrays, sampling=sampling, prompt_rows=prompt_rows, lora=None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -14,7 +16,9 @@ from jax.sharding import Mesh
 from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
-from pallas_kernels.paged_attention.api import pick
+from pallas_kernels.dispatch import current_device
+from pallas_kernels.paged_attention.api import pick as pick_attention
+from pallas_kernels.segmented_lora.api import pick as pick_lora
 from pallas_kernels.segmented_lora.xla_blocks import BLOCKS_FROM
 
 DEFAULT_CPU_POOL_BYTES = 1 << 30
@@ -84,14 +88,33 @@ def blocks_from(dtype: str) -> int:
     return BLOCKS_FROM if features_first(dtype) else 0
 
 
+def interprets(kernel_backend: str) -> bool:
+    """Whether Pallas kernels run in their interpreter: asked for by name where there is no accelerator, as tests do."""
+    return kernel_backend == "triton" and jax.default_backend() == "cpu" and current_device().capability is None
+
+
 def attention_backend(kernel_backend: str, model: ModelConfig, dtype: str) -> str:
     """LlamaSpec.attention_backend: a Pallas implementation on GPUs that have one, XLA elsewhere, or as configured.
 
     Raises:
         ConfigError: the one that was asked for does not run here.
     """
+    return _picked(kernel_backend, functools.partial(pick_attention, model.head_dim, dtype))
+
+
+def lora_backend(kernel_backend: str, unit: int, dtype: str) -> str:
+    """LlamaSpec.lora_backend, likewise.
+
+    Args:
+        unit: elements of a unit of the pool that a shard holds.
+    """
+    return _picked(kernel_backend, functools.partial(pick_lora, unit, dtype))
+
+
+def _picked(kernel_backend: str, pick: Callable[..., str]) -> str:
     try:
-        return pick(model.head_dim, dtype, None if kernel_backend == "auto" else kernel_backend)
+        wanted = None if kernel_backend == "auto" else kernel_backend
+        return pick(wanted, interpret=interprets(kernel_backend))
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(
             f"kernel_backend {kernel_backend} does not run here: {error}", reason="bad_value", param="kernel_backend"

@@ -330,7 +330,7 @@ class LLMEngine:
             self.adapters.fill(s)
             s.adapter_load_bytes = self.runner.loaded_bytes
             s.compilations = self.runner.num_compilations - self._compiled_at_warm_up
-            s.attention_backend = self.runner.spec.attention_backend
+            s.attention_backend, s.lora_backend = self.runner.spec.attention_backend, self.runner.spec.lora_backend
             return EngineStats(**vars(s))
 
     def check_integrity(self) -> None:
@@ -343,7 +343,7 @@ class LLMEngine:
         config, ahead = self.config, "steps run ahead" if self._runs_ahead else ""
         lookup = f"prompt lookup of {config.prompt_lookup_tokens} tokens" if config.prompt_lookup_tokens else ""
         weights = f"weights in {rounded}" if (rounded := self.runner.spec.quantization) else ""
-        options = [weights, f"attention by {self.runner.spec.attention_backend}", ahead, lookup]
+        options = [weights, self.runner.spec.kernels, ahead, lookup]
         return describe(
             self.base_name, self.model_config, self.geometry, self.max_model_len, self.list_loras(),
             [option for option in options if option],

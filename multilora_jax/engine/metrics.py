@@ -50,7 +50,7 @@ class EngineStats:
         steps: device steps run; step_seconds: seconds spent in them.
         steps_by_tokens: steps by how many tokens they ran, see STEP_TOKENS; step_tokens: tokens run in all of them.
         phase_seconds: seconds of the engine's thread in steps, by PHASES.
-        attention_backend: what computes attention, see LlamaSpec.
+        attention_backend, lora_backend: what computes attention and the adapters' products, see LlamaSpec.
     """
 
     num_running: int = 0
@@ -87,6 +87,7 @@ class EngineStats:
     step_tokens: int = 0
     phase_seconds: tuple[float, ...] = (0.0,) * len(PHASES)
     attention_backend: str = "xla"
+    lora_backend: str = "xla"
 
     def add_step(self, seconds: float, num_tokens: int = 0, phases: Iterable[float] = ()) -> None:
         """Counts a step of so many tokens; `phases` are the seconds of each of PHASES."""

@@ -26,8 +26,9 @@ from multilora_jax.engine.batch import (
 )
 from multilora_jax.engine.edits import build_edits, empty_edits
 from multilora_jax.engine.host_memory import release_freed_memory
+from multilora_jax.engine.in_place_rows import InPlaceRows
 from multilora_jax.engine.programs import Programs
-from multilora_jax.engine.rank_rows import HostTables, num_slots, row_buckets
+from multilora_jax.engine.rank_rows import HostTables, row_buckets
 from multilora_jax.engine.row_buffers import ATTENTION, PagesOf, RowBuffers
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.lora.adapter import Adapter
@@ -35,7 +36,7 @@ from multilora_jax.lora.layout import Reach
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
-from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingEdits, VocabInputs
+from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingEdits, UnitTable, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama
 from multilora_jax.models.rows import attention_rows
@@ -70,7 +71,8 @@ class ModelRunner:
         self.width = table_width(max_model_len, self.spec.geometry)
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
-        buckets = row_buckets(max_rank_rows, fine=self.on_cpu) if max_rank_rows else []
+        fine = self.on_cpu and not self.spec.in_place
+        buckets = row_buckets(max_rank_rows, fine=fine) if max_rank_rows else []
         max_rows = max(shape.num_rows for shape in self.shapes)
         self.programs = Programs(self.spec, mesh, self.params, self.pool, self.width, max((0, *buckets)), max_rows)
         self._sampled_S = self._put(np.zeros(max_rows, np.int32))
@@ -85,7 +87,11 @@ class ModelRunner:
         ]
 
         firsts = [first for _, _, first in self._groups]
-        self.rows = RowBuffers(self.spec.geometry, self.programs, self._put, firsts, buckets)
+        self.rows: RowBuffers | InPlaceRows
+        if self.spec.in_place:
+            self.rows = InPlaceRows(self.spec.geometry, self.programs, self._put, buckets)
+        else:
+            self.rows = RowBuffers(self.spec.geometry, self.programs, self._put, firsts, buckets)
 
     @property
     def num_compilations(self) -> int:
@@ -110,8 +116,11 @@ class ModelRunner:
                 keys += [("layers", shape, rows, reach) for reach in self._plain(rows)]
         finishes = ("finish", "finish_edited")
         keys += [(finish, shape, False) for finish in finishes for shape in self.shapes] + [("logprobs", False)]
-        for rows in self.rows.buckets:
-            keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
+        if self.spec.in_place:
+            keys += [("units",), ("insert_units",)] if self.rows.buckets else []
+        else:
+            for rows in self.rows.buckets:
+                keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
         for rows in self.rows.buckets[-1:]:
             keys += [("write_page",), ("read_page",), ("logprobs", True)]
             for shape in self.extended_shapes:
@@ -152,10 +161,13 @@ class ModelRunner:
     def _first_runs(self, rows: int) -> None:
         """Runs each plain program of layers once, on one group: the first run takes longer than all others."""
         weights, _, first = self._groups[0]
-        buffers: list[Any] = self.programs.get("rows", rows)() if rows else [None] * self.programs.group
-        tables = HostTables.empty(self.spec.config.num_layers, rows)
+        buffers: Any = [None] * self.programs.group
+        if rows:
+            in_place = isinstance(self.rows, InPlaceRows)
+            buffers = self.rows.layers_for(Reach.PROJECTIONS) if in_place else self.programs.get("rows", rows)()
+        tables = HostTables.empty(self.spec.config.num_layers, self.programs.table_rows(rows))
         for shape in self.plain_shapes(rows):
-            flat_N, lora = pack(empty_batch(shape, self.spec, self.width, num_slots(rows))), None
+            flat_N, lora = pack(self.programs.empty_step(shape, rows, False)), None
             if rows:
                 owner_R, scale_LMR, const_LMR = self._put((tables.owner_R, tables.scale_LMR, tables.const_LMR))
                 lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
@@ -201,12 +213,18 @@ class ModelRunner:
         )  # fmt: skip
         shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.plain_shapes(plan.bucket)
         built = build_batch(
-            step, shapes, self.spec, self.width, num_slots(plan.bucket),
-            self.rows.slot_of, self.rows.rank_rows.rows_of,
+            step, shapes, self.spec, self.width, self.rows.num_slots if plan.bucket else 0, self.rows.slot_of,
+            self._rows_of,
         )  # fmt: skip
+        if isinstance(self.rows, InPlaceRows) and plan.bucket:
+            built.batch = self.rows.plan_step(built, plan)
         edits = functools.partial(build_edits, built.rows, built.shape.num_rows, self.spec)
         reach = max(plan.reach, self._plain(plan.bucket)[0])
         return built, self._run(built.batch, built.shape, plan.bucket, reach, edits)
+
+    def _rows_of(self, adapter: Adapter) -> list[int]:
+        assert isinstance(self.rows, RowBuffers)
+        return self.rows.rank_rows.rows_of(adapter)
 
     def prompt_logprobs(
         self, seq: Sequence, hidden: np.ndarray, start: int, targets: list[int]
@@ -226,7 +244,7 @@ class ModelRunner:
         extended = any(adapter.layout.vocab is not None for adapter in seq.adapters)
         program, vocab = self.programs.get("logprobs", extended), None
         if extended and self.rows.extra is not None:
-            mix_SX = np.zeros((block, num_slots(self.rows.rank_rows.bucket)), np.float32)
+            mix_SX = np.zeros((block, self.rows.num_slots), np.float32)
             for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
                 mix_SX[:, self.rows.slot_of(adapter)] = scale
             no_prompt = np.zeros(0, np.int32)
@@ -259,9 +277,10 @@ class ModelRunner:
         begin = programs.get("begin", shape, rows, extended)
         x, inputs, sampling, mixes = begin(top, flat_N, self._sampled_S, lora, pool)
         layers = programs.get("layers", shape, rows, reach)
-        buffers = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
+        buffers: Any = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
         for weights, where, first in self._groups:
-            x, self.pool = layers(weights, buffers[where], self.pool, first, x, inputs)
+            own = buffers if isinstance(buffers, UnitTable) else buffers[where]
+            x, self.pool = layers(weights, own, self.pool, first, x, inputs)
         edits = make_edits()  # worked out while the device runs the layers
         extra = lora and lora.extra
         arguments = top, x, sampling, extra and VocabInputs(self.pool, extra.vocab, *mixes)
@@ -286,7 +305,8 @@ class ModelRunner:
         """The kinds of plain programs of layers for so many rank rows."""
         if not rows:
             return [Reach.ATTENTION]
-        return [Reach.ATTENTION, Reach.PROJECTIONS] if self.on_cpu else [Reach.PROJECTIONS]
+        both = self.on_cpu and not self.spec.in_place
+        return [Reach.ATTENTION, Reach.PROJECTIONS] if both else [Reach.PROJECTIONS]
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))

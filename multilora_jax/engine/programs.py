@@ -25,28 +25,26 @@ from jax.sharding import PartitionSpec as P
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.edits import empty_edits
+from multilora_jax.engine.lora_plans import empty_plan
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
+from multilora_jax.engine.step_functions import block_logprobs, finish, run_layers, start_step
 from multilora_jax.engine.vocab_tables import empty_tables
 from multilora_jax.lora.layout import Reach
 from multilora_jax.memory.pool import POOL_SPEC, read_page, write_page
 from multilora_jax.models.batch import (
     ExtraTables,
     ForwardBatch,
-    LayerInputs,
     LayerRows,
     LoRARows,
-    SamplingBatch,
     SamplingEdits,
+    UnitTable,
     VocabInputs,
-    unpack,
-    with_sampled,
 )
-from multilora_jax.models.edits import edit_logits
+from multilora_jax.models.in_place import insert_units, table_columns
 from multilora_jax.models.layers import LlamaSpec
-from multilora_jax.models.llama import begin, compute_logits, decoder_layer, final_hidden, take_tokens, vocab_inputs
+from multilora_jax.models.llama import vocab_inputs
 from multilora_jax.models.loader import param_specs
 from multilora_jax.models.rows import attention_rows, insert_rows, layer_rows_spec, make_rows, unit_columns
-from multilora_jax.models.sampler import StepOutput, sample, token_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -56,96 +54,6 @@ MAX_CPU_GROUP = 4
 TOKENS_FIRST_FROM = 96
 """Tokens of a step from which on float32 products on CPUs are faster with activations laid out [T, features]: those of
 SmolLM2's layers take 65 ms against 75 at 64 tokens, and 304 against 260 at 288."""
-
-
-def run_layers(
-    weights: list[dict[str, jax.Array]],
-    rows: list[LayerRows | None],
-    pool: jax.Array,
-    first: jax.Array,
-    x: jax.Array,
-    inputs: LayerInputs,
-    *,
-    spec: LlamaSpec,
-) -> tuple[jax.Array, jax.Array]:
-    """A group of layers from index `first` on; arguments as of decoder_layer. DONATES pool and x when jitted so."""
-    layer_fn = jax.jit(functools.partial(decoder_layer, spec=spec))
-    for i, w in enumerate(weights):
-        x, pool = layer_fn(w, rows[i], pool, first + i, x, inputs)
-    return x, pool
-
-
-def finish(
-    top: dict[str, jax.Array],
-    x: jax.Array,
-    sampling: SamplingBatch,
-    vocab: VocabInputs | None,
-    edits: SamplingEdits | None = None,
-    *,
-    spec: LlamaSpec,
-    max_rows: int,
-    turned: bool = False,
-) -> StepOutput:
-    """Last norm, head and sampling of the rows that sample; the tokens are padded to `max_rows`.
-
-    x may be `turned`, that is lie in the layout that spec does not say; StepOutput.hidden lies in that of spec.
-    """
-    if turned:
-        x = x.T
-    hidden = final_hidden(top, x, vocab, spec=spec)
-    logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
-    columns, wanted = spec.features_first, jnp.any(sampling.num_logprobs_S >= 0)
-    if edits is None:
-        token_S = sample(logits_SV, sampling, columns=columns)
-    else:
-        token_S = sample(edit_logits(logits_SV, edits), sampling)
-    # The same with and without edits, to the last bit: a row must not see whether its neighbours have any.
-    logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, columns=columns)
-    return StepOutput(jnp.pad(token_S, (0, max_rows - len(token_S))), *logprobs, hidden)
-
-
-def start_step(
-    top: dict[str, jax.Array],
-    flat_N: jax.Array,
-    sampled_S: jax.Array,
-    lora: LoRARows | None,
-    pool: jax.Array | None,
-    *,
-    spec: LlamaSpec,
-    like: ForwardBatch,
-) -> tuple[jax.Array, LayerInputs, SamplingBatch, tuple[jax.Array, jax.Array] | None]:
-    """`begin` from a packed batch.
-
-    Args:
-        top, spec: see begin.
-        flat_N: see unpack.
-        sampled_S: StepOutput.token_S of the step before.
-        lora: of the step, without layers.
-        pool: of extended steps, else None.
-        like: shapes and types of the batch.
-
-    Returns:
-        (x, inputs) of begin, then what `finish` needs of the batch: `sampling`, and of an extended step
-        (mix_SX, row_P).
-    """
-    batch = replace(with_sampled(unpack(flat_N, like), sampled_S), lora=lora)
-    vocab = None if pool is None else vocab_inputs(pool, batch)
-    x, inputs = begin(top, batch, vocab, spec=spec)
-    return x, inputs, batch.sampling, None if vocab is None else (vocab.mix_SX, vocab.row_P)
-
-
-def block_logprobs(
-    top: dict[str, jax.Array],
-    hidden: jax.Array,
-    target_Q: jax.Array,
-    vocab_Q: jax.Array,
-    vocab: VocabInputs | None,
-    *,
-    spec: LlamaSpec,
-) -> Any:
-    """token_logprobs of the positions of one prefill block; hidden in the activation layout."""
-    logits_QV = compute_logits(top, hidden, spec=spec, vocab=vocab)
-    return token_logprobs(logits_QV, target_Q, vocab_Q, jnp.bool_(True))
 
 
 def layer_group(num_layers: int, platform: str) -> int:
@@ -200,21 +108,25 @@ class Programs:
         """The program of a key, compiled now if it never was.
 
         Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach),
-        ("finish" | "finish_edited", shape, extended), ("insert", rows, modules), ("rows", rows), ("write_page",),
-        ("read_page",), ("logprobs", extended), where rows is the number of active rank rows and reach what their
-        adapters change; an edited finish is for steps with a row that has SamplingEdits. An extended step has the most
-        rows.
+        ("finish" | "finish_edited", shape, extended), ("insert", rows, modules), ("rows", rows), ("units",),
+        ("insert_units",), ("write_page",), ("read_page",), ("logprobs", extended), where rows is the number of active
+        rank rows and reach what their adapters change; an edited finish is for steps with a row that has SamplingEdits.
+        An extended step has the most rows. Rows are copied by "rows" and "insert", or read in place as "units" says.
         """
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            program = getattr(self, f"_{key[0]}")(*key[1:]).compile()
+            program = self.lower(*key).compile()
             if self.announces:
                 log.info("compiled %s in %.2f s", " ".join(map(str, key)), time.perf_counter() - start)
             with self._lock:
                 self.num_compilations += key not in self._programs
                 program = self._programs.setdefault(key, program)
         return program
+
+    def lower(self, *key: Any) -> Any:
+        """The program of a key, not compiled yet."""
+        return getattr(self, f"_{key[0]}")(*key[1:])
 
     def _step_spec(self, shape: BatchShape) -> LlamaSpec:
         """The spec that the layers of a step are compiled for: many tokens may lie in another layout."""
@@ -227,14 +139,27 @@ class Programs:
             fn = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(fn, donate_argnums=donate)
 
+    def table_rows(self, rows: int) -> int:
+        """Rows of the tables of a step with so many: there is only one table of unit addresses, the largest."""
+        return self._max_rank_rows if rows and self.spec.in_place else rows
+
+    def empty_step(self, shape: BatchShape, rows: int, extended: bool) -> ForwardBatch:
+        """A batch of padding only, as the programs of a step take it (numpy leaves)."""
+        slots = num_slots(self.table_rows(rows))
+        if not rows or not self.spec.in_place:
+            return empty_batch(shape, self.spec, self._table_width, slots)
+        batch = empty_batch(shape, self.spec, self._table_width, slots if extended else 0)
+        return replace(batch, plan=empty_plan(shape, rows))
+
     def _batch(self, shape: BatchShape, rows: int, extended: bool) -> ForwardBatch:
         spec = self.spec
-        batch = self.abstract(empty_batch(shape, spec, self._table_width, num_slots(rows)))
+        batch = self.abstract(self.empty_step(shape, rows, extended))
         if rows:
-            tables = self.abstract(vars(HostTables.empty(spec.config.num_layers, rows)))
+            num_rows = self.table_rows(rows)
+            tables = self.abstract(vars(HostTables.empty(spec.config.num_layers, num_rows)))
             extra = None
             if extended:
-                vocab = self.abstract(empty_tables(spec.geometry.num_pages, num_slots(rows)))
+                vocab = self.abstract(empty_tables(spec.geometry.num_pages, num_slots(num_rows)))
                 extra = ExtraTables(tables["gain_LMR"], tables["norm_L2R"], vocab)
             batch.lora = LoRARows([], tables["owner_R"], tables["scale_LMR"], tables["const_LMR"], extra)
         return batch
@@ -266,8 +191,13 @@ class Programs:
         fn, arguments = self._start(shape, rows, extended, replace(spec, axis_name=None))
         # Without the pool: what adapters do to the embedding changes no shape.
         x, inputs, *_ = self.abstract(jax.eval_shape(fn, *arguments[:-1], None))
-        row_buffers = list(map(strip, self._row_buffers(rows))) if rows else [None] * n
-        row_specs = [strip(layer_rows_spec(self.spec, rows)) if rows else None] * n
+        row_buffers: Any = [None] * n
+        row_specs: Any = [None] * n
+        if rows and spec.in_place:
+            row_buffers, row_specs = self._unit_table(), P()
+        elif rows:
+            row_buffers = list(map(strip, self._row_buffers(rows)))
+            row_specs = [strip(layer_rows_spec(self.spec, rows))] * n
         fn = self._jit(
             functools.partial(run_layers, spec=spec),
             (self._specs["layers"][:n], row_specs, POOL_SPEC, P(), P(), P()),
@@ -304,6 +234,24 @@ class Programs:
     def _rows(self, rows: int) -> Any:
         shardings = self._shardings([layer_rows_spec(self.spec, rows)] * self.group)
         return jax.jit(functools.partial(make_rows, self.spec, rows, self.group), out_shardings=shardings).lower()
+
+    def _unit_table(self) -> UnitTable:
+        """That of adapters that are read in place, described."""
+        g = self.spec.geometry
+        width = max(columns.stop for columns in table_columns(g).values())
+        units_LRU: Any = np.zeros((g.num_layers, self._max_rank_rows, width), np.int32)
+        return self.abstract(UnitTable(units_LRU))
+
+    def _units(self) -> Any:
+        shape = self._unit_table().units_LRU.shape
+        fn = jax.jit(lambda: UnitTable(jnp.full(shape, -1, jnp.int32)), out_shardings=NamedSharding(self.mesh, P()))
+        return fn.lower()
+
+    def _insert_units(self) -> Any:
+        table = self._unit_table()
+        L, _, U = table.units_LRU.shape
+        fn = jax.jit(insert_units, donate_argnums=0, out_shardings=NamedSharding(self.mesh, P()))
+        return fn.lower(table, *self.abstract((np.zeros((L, ROW_BLOCK, U), np.int32), np.int32(0))))
 
     def _write_page(self) -> Any:
         g = self.spec.geometry

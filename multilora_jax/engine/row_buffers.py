@@ -94,6 +94,11 @@ class RowBuffers:
         return self._now.rank_rows
 
     @property
+    def num_slots(self) -> int:
+        """X: adapters that the buffers which steps use now have room for."""
+        return num_slots(self.rank_rows.bucket)
+
+    @property
     def layers(self) -> list[LayerRows]:
         """The buffers that steps use now, per layer."""
         return self._now.layers

@@ -67,16 +67,21 @@ def load_model(config: EngineConfig, *, progress: bool) -> LoadedModel:
     num_pages = devices.pool_pages(config, model_config, dtype, max_model_len, mesh)
     tp, extra_vocab = config.tensor_parallel_size, config.max_extra_vocab if config.enable_lora else 0
     geometry = model_config.geometry(num_pages, config.page_tokens, tp, dtype, extra_vocab)
+    lora_backend = "xla"
+    if config.enable_lora:
+        lora_backend = devices.lora_backend(config.kernel_backend, geometry.unit // tp, dtype)
     spec = LlamaSpec(
         model_config,
         geometry,
         config.prefill_block,
-        devices.features_first(dtype),
+        devices.features_first(dtype) and lora_backend == "xla",
         "model" if tp > 1 else None,
         config.quantization,
         devices.attention_groups(),
         devices.blocks_from(dtype),
         devices.attention_backend(config.kernel_backend, model_config, dtype),
+        devices.interprets(config.kernel_backend),
+        lora_backend,
     )
     model = load_llama(
         spec, max_model_len, mesh, checkpoint, seed=config.seed,

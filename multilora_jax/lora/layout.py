@@ -37,7 +37,7 @@ class VocabLayout:
     """Start units of what an adapter adds around the layers, -1 where it adds nothing.
 
     A *row* of n elements has n/u units. An *int row* of n integers is one row of uint32 words where the pool's storage
-    has 4 bytes, and else two rows of n words: the low 16 bits of all, then the high 16 bits.
+    has 4 bytes, and else two rows of n words: the low INT_BITS bits of all, then the others.
 
     Attributes:
         embed_rank, embed_scale: of the embedding's LoRA, 0 where it has none.

@@ -10,7 +10,7 @@ from multilora_jax.errors import AdapterError
 from multilora_jax.lora.deltas import AdapterDeltas, VocabDelta
 from multilora_jax.lora.layout import COMPUTE_DTYPES, NORMS, AdapterLayout, VocabLayout
 from multilora_jax.lora.pacing import pause_point
-from multilora_jax.memory.geometry import MODULES, PoolGeometry
+from multilora_jax.memory.geometry import INT_BITS, MODULES, PoolGeometry
 
 _BLOCK_ELEMENTS = 2**20
 """Rows are converted in blocks of about so many elements, so that no second copy of a large adapter is ever held."""
@@ -60,7 +60,7 @@ class _Planner:
         words = np.zeros(-(-len(values) // self.geometry.unit) * self.geometry.unit, np.uint32)
         words[: len(values)] = values
         if self.geometry.storage_dtype.itemsize == 2:
-            words = np.stack([words & 0xFFFF, words >> 16]).astype(np.uint16)
+            words = np.stack([words & ((1 << INT_BITS) - 1), words >> INT_BITS]).astype(np.uint16)
         return self.rows(words, what)
 
 
@@ -234,7 +234,7 @@ def unpack(packed: PackedAdapter, geometry: PoolGeometry) -> AdapterDeltas:
         if geometry.storage_dtype.itemsize == 4:
             return bits(start, 1, length)[0, :num].astype(np.int32)
         low, high = bits(start, 2, length)[:, :num].astype(np.int32)
-        return low | high << 16
+        return low | high << INT_BITS
 
     a, b, scale = {}, {}, {}
     for layer, m in np.argwhere(layout.ranks_LM):

@@ -19,6 +19,10 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 NUM_ATTENTION = 4
 """The first of MODULES, those of the attention."""
 
+INT_BITS = 14
+"""Bits of an integer in each of two 16-bit words of the pool. A word below 2^14 is infinite or NaN in neither 16-bit
+float: a freed page becomes somebody's keys and values, of which those not yet written are multiplied by 0."""
+
 
 def module_dims(module: str, *, hidden: int, q_dim: int, kv_dim: int, ffn: int) -> tuple[int, int]:
     """(in_dim, out_dim) of one of MODULES in a model of these widths."""

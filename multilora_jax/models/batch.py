@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.segmented_lora import BlockUsers
+from pallas_kernels.segmented_lora import BlockUsers, Plan
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +41,14 @@ class LayerRows:
     b_gate: jax.Array | None  # [F, R]
     b_up: jax.Array | None  # [F, R]
     b_down: jax.Array | None  # [D, R]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class UnitTable:
+    """Where the active rank rows of all layers lie, for kernels that read them in place; instead of LayerRows."""
+
+    units_LRU: jax.Array  # int32[L, R, U], rows of the pool as a matrix of units; -1 where a row has nothing
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +93,7 @@ class ExtraTables:
 class LoRARows:
     """Rank rows of all active adapters (R is a bucket) and what they are."""
 
-    layers: list[LayerRows]
+    layers: list[LayerRows] | UnitTable
     owner_R: jax.Array  # int32[R], slot of the adapter; -2 where the row is free
     scale_LMR: jax.Array  # float32[L, 7, R], alpha / r of the row's adapter; 0 where its module has no such row
     const_LMR: jax.Array  # float32[L, 7, R], 1 where row r of the module's B is a bias
@@ -150,9 +158,10 @@ class ForwardBatch:
     decode_chunks: jax.Array  # int32[G], page chunks that each group of decode rows needs
     prefill_chunks: jax.Array  # int32[G'], the same of the prefill blocks
     sampling: SamplingBatch
-    mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: no adapter in this step
+    mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: nothing reads it
     prompt_rows: PromptRows | None  # rank rows that the prefill blocks need; None: few enough to take all
-    lora: LoRARows | None  # None likewise
+    lora: LoRARows | None  # None: no adapter in this step
+    plan: Plan | None = None  # where adapters are read in place: which tokens meet which rank rows
 
 
 def unpack(flat_N: jax.Array, like: ForwardBatch) -> ForwardBatch:
@@ -201,3 +210,4 @@ class LayerInputs:
     const_LMR: jax.Array | None  # float32[L, 7, R]
     gain_LMR: jax.Array | None  # float32[L, 7, R]
     norm_L2R: jax.Array | None  # float32[L, 2, R]
+    plan: Plan | None = None  # see ForwardBatch

@@ -34,6 +34,8 @@ class LlamaSpec:
         attention_groups: decode rows and prefill blocks that attention takes at a time, see paged_attention.
         blocks_from: rank rows from which on their buffers lie in blocks, see lora_deltas_of_blocks; 0: never.
         attention_backend: "xla", or the Pallas implementation of ragged_paged_attention to use instead.
+        lora_backend: "xla" for products by copied rank rows, or the Pallas implementation of lora_delta, which reads
+            adapters in place; that needs activations [T, features].
         interpret: whether Pallas kernels run in their interpreter, for tests without a GPU.
     """
 
@@ -47,6 +49,18 @@ class LlamaSpec:
     blocks_from: int = 0
     attention_backend: str = "xla"
     interpret: bool = False
+    lora_backend: str = "xla"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether adapters are read in place: no row of theirs is copied."""
+        return self.lora_backend != "xla"
+
+    @property
+    def kernels(self) -> str:
+        """What computes attention and the adapters' products, for people."""
+        how = ", interpreted" if self.interpret else ""
+        return f"attention by {self.attention_backend}, adapters by {self.lora_backend}{how}"
 
     @property
     def dtype(self) -> Any:

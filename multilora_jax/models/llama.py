@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows, VocabInputs
+from multilora_jax.models.batch import ForwardBatch, LayerInputs, LayerRows, UnitTable, VocabInputs
 from multilora_jax.models.layers import (
     LlamaSpec,
     attend,
@@ -28,7 +28,7 @@ from multilora_jax.models.layers import (
     to_heads,
     write_kv,
 )
-from multilora_jax.models.projections import LayerDeltas, column_parallel, norm_weight, row_parallel
+from multilora_jax.models.projections import column_parallel, layer_deltas, norm_weight, row_parallel
 from multilora_jax.models.quantised import QuantWeight, take_rows
 from multilora_jax.models.rows import lies_in_blocks
 from multilora_jax.models.vocab_rows import embedding_deltas, final_norm_deltas, head_deltas
@@ -91,7 +91,8 @@ def forward(
     rows = batch.lora.layers if batch.lora is not None else [None] * len(params["layers"])
     layer_fn = jax.jit(functools.partial(decoder_layer, spec=spec))
     for index, weights in enumerate(params["layers"]):
-        x, pool = layer_fn(weights, rows[index], pool, jnp.int32(index), x, inputs)
+        own = rows if isinstance(rows, UnitTable) else rows[index]
+        x, pool = layer_fn(weights, own, pool, jnp.int32(index), x, inputs)
     return pool, final_hidden(params["top"], x, vocab_inputs(pool, batch), spec=spec)
 
 
@@ -106,8 +107,9 @@ def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
     chex.assert_rank([*integers, batch.decode_chunks, batch.prefill_chunks], [1, 1, 1, 2, 1, 1, 1, 1])
     chex.assert_type(list(integers), jnp.int32)
     tokens, rows = len(batch.token_ids_T), len(batch.table_SP)
-    if (batch.lora is None) != (batch.mix_SX is None) or (batch.mix_SX is not None and len(batch.mix_SX) != rows):
-        raise ValueError(f"mix_SX goes with lora and has a row for each of the {rows} rows of the batch")
+    no_users = batch.mix_SX is None and batch.plan is None
+    if (batch.lora is None) != no_users or (batch.mix_SX is not None and len(batch.mix_SX) != rows):
+        raise ValueError(f"mix_SX or plan go with lora, mix_SX with a row for each of the {rows} rows of the batch")
     if tokens - len(batch.row_P) != rows - len(batch.first_N):
         raise ValueError(
             f"a batch of {rows} rows, {len(batch.first_N)} of them blocks, with {len(batch.row_P)} prompt tokens "
@@ -139,7 +141,7 @@ def begin(
         mix_TX = rows_to_tokens(vocab.mix_SX, vocab.row_P, len(batch.token_ids_T))
         embedded_TD = embedding_deltas(spec, vocab.pool, vocab.tables, embedded_TD, batch.token_ids_T, mix_TX)
     lora, mix_RT, users = batch.lora, None, None
-    if lora is not None and batch.mix_SX is not None:
+    if lora is not None and batch.mix_SX is not None and batch.plan is None:
         mix_SR = jnp.take(batch.mix_SX, jnp.maximum(lora.owner_R, 0), axis=1, mode="clip")
         mix_SR = jnp.where(lora.owner_R >= 0, mix_SR, 0.0)
         mix_RT = rows_to_tokens(mix_SR, batch.row_P, len(batch.token_ids_T)).T
@@ -163,6 +165,7 @@ def begin(
         const_LMR=lora and lora.const_LMR,
         gain_LMR=extra and extra.gain_LMR,
         norm_L2R=extra and extra.norm_L2R,
+        plan=batch.plan,
     )
     return (embedded_TD.T if spec.features_first else embedded_TD), inputs
 
@@ -220,7 +223,7 @@ def _embed(spec: LlamaSpec, embed_VD: jax.Array | QuantWeight, token_ids_T: jax.
 
 def decoder_layer(
     w: dict[str, jax.Array],
-    rows: LayerRows | None,
+    rows: LayerRows | UnitTable | None,
     pool: jax.Array,
     layer: jax.Array,
     x: jax.Array,
@@ -232,7 +235,7 @@ def decoder_layer(
 
     Args:
         w: the layer's weights.
-        rows: its active rank rows, None to run the base alone.
+        rows: its active rank rows, or where those of all layers lie; None to run the base alone.
         pool: uint[L, P, E] (this shard's).
         layer: int32 scalar, its index.
         x: float32 residual stream in the activation layout.
@@ -243,7 +246,7 @@ def decoder_layer(
     """
     config, tp, axis = spec.config, spec.geometry.tp, spec.feature_axis
     N, K, H = config.num_heads // tp, config.num_kv_heads // tp, config.head_dim
-    lora = LayerDeltas.of(rows, layer, inputs)
+    lora = layer_deltas(rows, layer, inputs, pool)
 
     h = rms_norm(spec, x, norm_weight(spec, w["input_norm"], lora, 0))
     qkv = column_parallel(spec, w["qkv"], w.get("qkv_bias"), h, lora, ("q_proj", "k_proj", "v_proj"))
@@ -253,6 +256,7 @@ def decoder_layer(
         q_TNH, k_TKH = head_norm(spec, q_TNH, w["q_norm"]), head_norm(spec, k_TKH, w["k_norm"])
     q_TNH, k_TKH = (rotate(x, inputs.cos_TH2, inputs.sin_TH2) for x in (q_TNH, k_TKH))
     pool = write_kv(spec, pool, layer, k_TKH, to_heads(spec, v, K), inputs.slots_T)
+    lora = lora and lora.at(pool)
     attended = from_heads(spec, attend(spec, q_TNH.astype(spec.dtype), pool, layer, inputs, K))
     x = x + row_parallel(spec, w["o"], w.get("o_bias"), attended, lora, "o_proj")
 

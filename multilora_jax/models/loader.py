@@ -122,6 +122,20 @@ def param_specs(spec: LlamaSpec) -> dict[str, Any]:
     return {"top": top, "layers": layers}
 
 
+def param_shapes(spec: LlamaSpec, max_len: int, mesh: Mesh) -> dict[str, Any]:
+    """Llama.params() described and placed on a mesh, for programs that are compiled without a model (not quantised)."""
+
+    def shaped(shape: tuple[int, ...], dtype: Any, split: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split))
+
+    def described(records: Iterable[ParamRecord]) -> dict[str, Any]:
+        return {record.name: shaped(record.shape, spec.dtype, record.spec) for record in records}
+
+    table = shaped((max_len, spec.config.head_dim // 2), np.float32, P())
+    layers = [described(layer_records(spec, layer)) for layer in range(spec.config.num_layers)]
+    return {"top": described(top_records(spec)) | {"cos": table, "sin": table}, "layers": layers}
+
+
 def load_llama(
     spec: LlamaSpec,
     max_len: int,

@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from multilora_jax.memory.geometry import MODULES
-from multilora_jax.models.batch import LayerInputs, LayerRows, PromptRows
+from multilora_jax.models.batch import LayerInputs, LayerRows, PromptRows, UnitTable
+from multilora_jax.models.in_place import InPlaceDeltas
 from multilora_jax.models.layers import LlamaSpec, along_features, linear
 from multilora_jax.models.rows import PLACES
 from pallas_kernels.segmented_lora import (
@@ -46,18 +48,19 @@ class LayerDeltas:
     users: BlockUsers | None
     num_decodes: int
 
-    @classmethod
-    def of(cls, rows: LayerRows | None, layer: jax.Array, inputs: LayerInputs) -> LayerDeltas | None:
-        """Those of a layer; None where no token of the step has an adapter."""
-        if rows is None or inputs.mix_RT is None or inputs.scale_LMR is None or inputs.const_LMR is None:
-            return None
-        gain = None if inputs.gain_LMR is None else inputs.gain_LMR[layer]
-        norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
-        num_decodes = len(inputs.positions_T) - len(inputs.row_P)
-        return cls(
-            rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.prompt_rows,
-            inputs.users, num_decodes,
-        )  # fmt: skip
+    def at(self, pool: jax.Array) -> LayerDeltas:
+        """The same with a newer pool, of which it reads nothing."""
+        return self
+
+    @property
+    def has_gains(self) -> bool:
+        """Whether the step has an adapter with gains (DoRA)."""
+        return self.gain_MR is not None
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether the step has an adapter that changes the layer's norms."""
+        return self.norm_2R is not None
 
     def touches(self, module: str) -> bool:
         """Whether the step has rows for the module."""
@@ -90,22 +93,58 @@ class LayerDeltas:
         pairs = zip(whole(decodes, mix_RB), few, strict=True)
         return [jnp.concatenate(pair, axis) for pair in pairs]
 
+    def add(self, spec: LlamaSpec, y: jax.Array, x: jax.Array, modules: tuple[str, ...]) -> jax.Array:
+        """y plus the deltas of these modules side by side."""
+        return y + jnp.concatenate(self.deltas(spec, x, modules), spec.feature_axis)
+
+    def gains(self, spec: LlamaSpec, modules: tuple[str, ...]) -> jax.Array:
+        """sum_i w_i g_i of these modules side by side, this shard's outputs."""
+        assert self.gain_MR is not None
+        found = [self._vectors(spec, self.gain_MR[MODULES.index(module)], module) for module in modules]
+        return jnp.concatenate(found, spec.feature_axis)
+
+    def norm_delta(self, spec: LlamaSpec, which: int) -> jax.Array:
+        """sum_i w_i of the deltas of the input norm (0) or the other (1), this shard's features."""
+        assert self.norm_2R is not None
+        return self._vectors(spec, self.norm_2R[which], ("o_proj", "down_proj")[which])
+
     def expand(self, spec: LlamaSpec, s: jax.Array, module: str) -> jax.Array:
         """lora_expand of one module: this shard's outputs."""
         return lora_expand(s, getattr(self.rows, PLACES[module][2]), features_first=spec.features_first)
 
-    def vectors(self, spec: LlamaSpec, flags_R: jax.Array, module: str) -> jax.Array:
+    def _vectors(self, spec: LlamaSpec, flags_R: jax.Array, module: str) -> jax.Array:
         """sum_i w_i v_i for every token, v_i being the rows of the module's B that flags_R marks (this shard's)."""
         weight_RT = jnp.where(flags_R[:, None] != 0, self.mix_RT, 0).astype(spec.dtype)
         return self.expand(spec, weight_RT if spec.features_first else weight_RT.T, module)
 
 
-def norm_weight(spec: LlamaSpec, weight_D: jax.Array, lora: LayerDeltas | None, which: int) -> jax.Array:
+Deltas = LayerDeltas | InPlaceDeltas
+
+
+def layer_deltas(
+    rows: LayerRows | UnitTable | None, layer: jax.Array, inputs: LayerInputs, pool: jax.Array
+) -> Deltas | None:
+    """Those of a layer; None where no token of the step has an adapter."""
+    if rows is None or inputs.scale_LMR is None or inputs.const_LMR is None:
+        return None
+    if isinstance(rows, UnitTable):
+        return None if inputs.plan is None else InPlaceDeltas(rows, pool, inputs.plan, layer, inputs)
+    if inputs.mix_RT is None:
+        return None
+    gain = None if inputs.gain_LMR is None else inputs.gain_LMR[layer]
+    norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
+    num_decodes = len(inputs.positions_T) - len(inputs.row_P)
+    return LayerDeltas(
+        rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.prompt_rows,
+        inputs.users, num_decodes,
+    )  # fmt: skip
+
+
+def norm_weight(spec: LlamaSpec, weight_D: jax.Array, lora: Deltas | None, which: int) -> jax.Array:
     """Weight of the input norm (0) or the other norm (1): [D], or of each token where adapters may change it."""
-    if lora is None or lora.norm_2R is None:
+    if lora is None or not lora.has_norms:
         return weight_D
-    delta = lora.vectors(spec, lora.norm_2R[which], ("o_proj", "down_proj")[which])
-    return along_features(spec, weight_D).astype(_F32) + _gather_features(spec, delta)
+    return along_features(spec, weight_D).astype(_F32) + _gather_features(spec, lora.norm_delta(spec, which))
 
 
 def column_parallel(
@@ -113,32 +152,29 @@ def column_parallel(
     w_OI: jax.Array,
     bias_O: jax.Array | None,
     x: jax.Array,
-    lora: LayerDeltas | None,
+    lora: Deltas | None,
     modules: tuple[str, ...],
 ) -> jax.Array:
     """Projections that share an input (q, k, v or gate, up), outputs side by side; float32 in the activation layout."""
     if lora is None or not lora.touches(modules[0]):
         return linear(spec, w_OI, x, bias_O)
     y = linear(spec, w_OI, x)
-    if lora.gain_MR is not None:
-        gains = [lora.vectors(spec, lora.gain_MR[MODULES.index(module)], module) for module in modules]
-        y = y * (1 + jnp.concatenate(gains, spec.feature_axis))
+    if lora.has_gains:
+        y = y * (1 + lora.gains(spec, modules))
     if bias_O is not None:
         y = y + along_features(spec, bias_O).astype(_F32)
-    return y + jnp.concatenate(lora.deltas(spec, _shard_slice(spec, x), modules), spec.feature_axis)
+    return lora.add(spec, y, _shard_slice(spec, x), modules)
 
 
 def row_parallel(
-    spec: LlamaSpec, w_OI: jax.Array, bias_O: jax.Array | None, x: jax.Array, lora: LayerDeltas | None, module: str
+    spec: LlamaSpec, w_OI: jax.Array, bias_O: jax.Array | None, x: jax.Array, lora: Deltas | None, module: str
 ) -> jax.Array:
     """A projection whose input is sharded (o, down); float32 in the activation layout, summed over shards."""
     y = linear(spec, w_OI, x)
     if lora is not None and lora.touches(module):
-        if lora.gain_MR is not None:
-            gain = lora.vectors(spec, lora.gain_MR[MODULES.index(module)], module)
-            y = y * (1 + _gather_features(spec, gain))
-        [delta] = lora.deltas(spec, x, (module,))
-        y = _add_shard_slice(spec, y, delta)
+        if lora.has_gains:
+            y = y * (1 + _gather_features(spec, lora.gains(spec, (module,))))
+        y = _add_to_shard_slice(spec, y, lambda y: lora.add(spec, y, x, (module,)))
     if spec.axis_name is not None:
         y = jax.lax.psum(y, spec.axis_name)
     return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)
@@ -160,15 +196,15 @@ def _gather_features(spec: LlamaSpec, x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, spec.axis_name, axis=spec.feature_axis, tiled=True)
 
 
-def _add_shard_slice(spec: LlamaSpec, y: jax.Array, delta: jax.Array) -> jax.Array:
+def _add_to_shard_slice(spec: LlamaSpec, y: jax.Array, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Adds a delta that covers this shard's slice of the features to a partial sum over all of them.
 
     The base's own all-reduce then adds the slices of all shards, so the adapter costs no further collective of [T, D]
     (the fusion of S-LoRA section 6).
     """
     if spec.axis_name is None:
-        return y + delta
-    width = delta.shape[spec.feature_axis]
+        return add(y)
+    width = y.shape[spec.feature_axis] // spec.geometry.tp
     start = jax.lax.axis_index(spec.axis_name) * width
     old = jax.lax.dynamic_slice_in_dim(y, start, width, spec.feature_axis)
-    return jax.lax.dynamic_update_slice_in_dim(y, old + delta, start, spec.feature_axis)
+    return jax.lax.dynamic_update_slice_in_dim(y, add(old), start, spec.feature_axis)

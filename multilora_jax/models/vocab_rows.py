@@ -18,6 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from multilora_jax.memory.geometry import INT_BITS
 from multilora_jax.models.batch import VocabTables
 from multilora_jax.models.layers import LlamaSpec
 
@@ -90,7 +91,7 @@ class _Slot:
         if self.geometry.storage_dtype.itemsize == 4:
             return self._sum(low)
         high = self._bits(start + length // self.geometry.unit, index, length).astype(jnp.int32)
-        return self._sum(low | (high << 16))
+        return self._sum(low | (high << INT_BITS))
 
 
 def _each_slot(

@@ -166,8 +166,9 @@ class ServerMetrics:
         yield counter("vllm:spec_decode_num_accepted_tokens", kept, ({}, stats.accepted_tokens))
         blocks = {"block_size": str(engine.config.page_tokens), "num_gpu_blocks": str(stats.pages_total)}
         yield gauge("vllm:cache_config_info", "The pool: tokens to a page, and pages.", (blocks, 1))
-        kernels = {"attention": stats.attention_backend}
-        yield gauge("multilora:kernel_info", "What computes attention: xla, or a kernel's backend.", (kernels, 1))
+        kernels = {"attention": stats.attention_backend, "lora": stats.lora_backend}
+        what = "What computes attention and the adapters' products: xla, or a kernel's backend."
+        yield gauge("multilora:kernel_info", what, (kernels, 1))
         looked_up = "Prompt tokens looked up in the prefix cache."
         yield counter("vllm:prefix_cache_queries", looked_up, ({}, stats.prefix_queries))
         yield counter("vllm:prefix_cache_hits", "Those of them that were found there.", ({}, stats.prefix_hits))

@@ -20,7 +20,7 @@ from typing import Any
 
 from pallas_kernels.gpu_check import compile as compiling
 from pallas_kernels.gpu_check import limits as tables
-from pallas_kernels.gpu_check.reports import find_ptxas
+from pallas_kernels.gpu_check.reports import find_ptxas, program_row
 from pallas_kernels.gpu_check.targets import missing
 
 
@@ -31,18 +31,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="regular expression: the cases whose names it matches")
     parser.add_argument("--sweep", action="store_true", help="the modules' sweep() in place of their cases()")
     parser.add_argument("--json", type=Path, help="write everything found to this file")
+    parser.add_argument("--table", type=Path, help="write memory, launches and collectives of the programs as CSV")
     parser.add_argument("--keep", type=Path, help="keep the compilers' files in this folder")
     parser.add_argument("--record", action="store_true", help="raise the recorded limits to what is seen now")
     parser.add_argument("--fresh", action="store_true", help="with --record: forget the limits recorded before")
     return parser.parse_args(arguments)
 
 
-def _line(name: str, result: dict[str, Any]) -> str:
+def _line(name: str, result: dict[str, Any], kernels_alone: bool) -> str:
     used = [
         f"{kernel} {found['registers']} registers, {found.get('shared', 0) + found.get('dynamic_smem', 0)} B shared"
         for kernel, found in result["kernels"].items()
         if "registers" in found
     ]
+    if "memory" in result and not kernels_alone:
+        used = [f"{key} {value}" for key, value in program_row(name, result).items() if key != "case"]
     return f"{'ok  ' if result['passed'] else 'FAIL'} {name}: {'; '.join([*result['problems'], *used])}"
 
 
@@ -72,10 +75,13 @@ def main(arguments: list[str] | None = None) -> int:
                         seen = tables.Limit.around(used)
                         limits[name, kernel] = seen.union(limits.get((name, kernel), seen))
             results[f"{module_name}:{name}"] = found
-            print(_line(name, found), flush=True)
+            print(_line(name, found, case.check_limits), flush=True)
         if args.record:
             known = {name for names in (module.cases, getattr(module, "sweep", dict)) for name in names()}
             tables.write(path, limits, known)
+    if args.table:
+        rows = [program_row(name.partition(":")[2], found) for name, found in results.items() if "memory" in found]
+        tables.write_rows(args.table, rows)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if not args.keep:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Case:
     """One function to compile.
 
     Attributes:
-        fn: of arrays, not jitted. It is traced with the target as dispatch.current_device().
+        fn: of arrays, not jitted. It is traced with the target as dispatch.current_device(). None where `lower` is.
         args: pytrees of jax.ShapeDtypeStruct; only shape and dtype count.
         mesh: sizes and names of the device mesh.
         specs: a PartitionSpec, or a tree of them, for each argument; None replicates all.
@@ -27,10 +28,11 @@ class Case:
         check_limits: whether its kernels are held to the recorded registers and shared memory, and to loads of more
             than 2 bytes at a time; False for programs, whose further kernels are XLA's own.
         must_fail: a control: passes only if some problem matches this regular expression.
+        lower: of the mesh of target devices to what `jax.jit(..).lower(..)` gives, in place of fn, args, specs, donate.
     """
 
-    fn: Callable[..., Any]
-    args: Sequence[Any]
+    fn: Callable[..., Any] | None
+    args: Sequence[Any] = ()
     mesh: tuple[tuple[int, ...], tuple[str, ...]] = ((1,), ("x",))
     specs: Sequence[Any] | None = None
     donate: tuple[int, ...] = ()
@@ -40,6 +42,7 @@ class Case:
     min_alias_bytes: int = 0
     check_limits: bool = True
     must_fail: str | None = None
+    lower: Callable[[Mesh], Any] | None = None
 
 
 def shaped(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -75,3 +75,11 @@ def write(path: Path, limits: Mapping[tuple[str, str], Limit], cases: Iterable[s
         for (case, kernel), limit in sorted(limits.items()):
             if case in known:
                 writer.writerow((case, kernel, limit.registers, limit.shared_bytes))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows with the same keys as CSV."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

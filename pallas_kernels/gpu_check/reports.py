@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +96,19 @@ def collectives(hlo: str) -> list[str]:
     """Names of the collectives in an optimised HLO."""
     pattern = r" ((?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)[a-z-]*)\("
     return sorted(set(re.findall(pattern, hlo)))
+
+
+def kernel_launches(hlo: str) -> dict[str, int]:
+    """How often an optimised HLO launches each Pallas kernel, by its name."""
+    names = re.findall(r'custom-call\(.*op_name="[^"]*?(\w+)/pallas_call"', hlo)
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def program_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A program as a row of a table: MiB a device, Pallas launches, collectives."""
+    memory = found["memory"]
+    peak = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
+    sizes = {"arguments": memory["argument"], "aliased": memory["alias"], "temporaries": memory["temp"], "peak": peak}
+    row: dict[str, Any] = {"case": name} | {f"{key}_mib": round(value / 2**20, 1) for key, value in sizes.items()}
+    launches = " ".join(f"{kernel}:{count}" for kernel, count in found["launches"].items())
+    return row | {"pallas_launches": launches, "collectives": " ".join(found["collectives"])}

@@ -79,17 +79,17 @@ def ragged_paged_attention(
     )  # fmt: skip
 
 
-def pick(head_dim: int, dtype: str, implementation: str | None = None) -> str:
+def pick(head_dim: int, dtype: str, implementation: str | None = None, *, interpret: bool = False) -> str:
     """The implementation that runs on this device.
 
     Args:
-        head_dim, dtype: of the queries; implementation: see ragged_paged_attention.
+        head_dim, dtype: of the queries; implementation, interpret: see ragged_paged_attention.
 
     Raises:
         ValueError: no such implementation.
         NotImplementedError: the one asked for cannot run on this device, or not with these sizes.
     """
-    for name in dispatch.choose("paged_attention", IMPLEMENTATIONS, implementation):
+    for name in dispatch.choose("paged_attention", IMPLEMENTATIONS, implementation, interpret=interpret):
         try:
             if name == "triton":
                 check_supported(head_dim, dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.paged_attention.triton_config import LEAST_PART, TritonConfig, check_supported, pick_config
+from pallas_kernels.paged_attention.triton_config import (
+    LEAST_PART,
+    MOST_PARTIAL_BYTES,
+    TritonConfig,
+    check_supported,
+    pick_config,
+)
 
 _F32 = jnp.float32
 _MASKED = -1e30
@@ -48,6 +54,8 @@ def paged_attention_triton(
     T, N, H = q_TNH.shape
     L, P, _ = pool_LPE.shape
     S, width = table_SP.shape
+    if pool_LPE.size // H >= 2**31:
+        raise NotImplementedError(f"a pool of {pool_LPE.size // H} vectors: 32 bits number 2**31 of them")
     q = q_TNH.reshape(T * N, H)
     pool = pool_LPE.reshape(L * P * 2 * num_kv_heads * page_tokens, H)
     layer_1 = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -103,7 +111,9 @@ def _region(
     interpret: bool,
 ) -> jax.Array:
     """Rows that share tile sizes; fills in their places of out, which is handed on."""
-    config = sizes.config
+    most_parts = max(1, MOST_PARTIAL_BYTES // (4 * q.size))
+    config = replace(sizes.config, parts=min(sizes.config.parts, most_parts))
+    sizes = replace(sizes, config=config)
     grid = (num_rows * sizes.tiles, sizes.kv_heads)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     params = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -214,7 +224,8 @@ def _softmax_part(
         slot_C = i * config.slots + jnp.arange(config.slots)
         # No page behind the context is read: its table entries may be anything.
         near_C = jnp.minimum(slot_C, tile.context - 1)
-        page_C = page_0 + table_ref[tile.row * sizes.width + near_C // S]
+        # As a gather clamps: a wrong id must not become a fault that takes the whole process with it.
+        page_C = jnp.clip(table_ref[tile.row * sizes.width + near_C // S], 0, sizes.num_pages - 1) + page_0
         key_C = (page_C * (2 * sizes.kv_heads) + head) * S + near_C % S
         k_CH = jax.lax.bitcast_convert_type(pool_ref[key_C, :], dtype)
         v_CH = jax.lax.bitcast_convert_type(pool_ref[key_C + sizes.kv_heads * S, :], dtype)

@@ -4,19 +4,21 @@
 and the functions `lora_deltas_of_...` are plain XLA over dense buffers of active rows.
 """
 
-from pallas_kernels.segmented_lora.api import lora_delta, lora_matmul
+from pallas_kernels.segmented_lora.api import lora_constants, lora_delta, lora_matmul
 from pallas_kernels.segmented_lora.plan import Plan, Segments, SegmentShape, make_plan, trace_plan
-from pallas_kernels.segmented_lora.rank_rows import RankRows
+from pallas_kernels.segmented_lora.rank_rows import LayerRankRows, RankRows
 from pallas_kernels.segmented_lora.reference import lora_delta_reference, lora_mix_reference
 from pallas_kernels.segmented_lora.xla import lora_deltas_of_rows, lora_expand, lora_shrink
 from pallas_kernels.segmented_lora.xla_blocks import BlockUsers, lora_deltas_of_blocks
 
 __all__ = [
     "BlockUsers",
+    "LayerRankRows",
     "Plan",
     "RankRows",
     "SegmentShape",
     "Segments",
+    "lora_constants",
     "lora_delta",
     "lora_delta_reference",
     "lora_deltas_of_blocks",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,18 +20,42 @@ from pallas_kernels import dispatch
 from pallas_kernels.segmented_lora import pallas_triton, xla_pool
 from pallas_kernels.segmented_lora.gradients import pool_gradients
 from pallas_kernels.segmented_lora.plan import MIN_BLOCK, Plan, trace_plan
-from pallas_kernels.segmented_lora.rank_rows import RankRows, check
+from pallas_kernels.segmented_lora.rank_rows import RankRows, Rows, check, whole
 
 _F32 = jnp.float32
 
 BACKENDS: dict[str, Callable[..., jax.Array]] = {"triton": pallas_triton.delta, "xla": xla_pool.delta}
 """Implementations in the order of preference."""
 
+_CONSTANTS = {"triton": pallas_triton.constants, "xla": xla_pool.constants}
+
+
+def pick(unit: int, dtype: str, implementation: str | None = None, *, interpret: bool = False) -> str:
+    """The implementation of lora_delta that runs on this device.
+
+    Args:
+        unit: elements of a unit as each shard holds it; dtype: of activations.
+        implementation, interpret: see lora_delta.
+
+    Raises:
+        ValueError: no such implementation.
+        NotImplementedError: the one asked for cannot run on this device, or not with these sizes.
+    """
+    for name in dispatch.choose("lora_delta", BACKENDS, implementation, interpret=interpret):
+        try:
+            if name == "triton":
+                pallas_triton.check_supported((unit, unit), dtype)
+            return name
+        except NotImplementedError as error:
+            if implementation is not None:
+                raise NotImplementedError(f"lora_delta, {name}: {error}") from error
+    raise AssertionError("xla takes everything")
+
 
 def lora_delta(
     x_TI: jax.Array,
     pool: jax.Array,
-    rows: RankRows,
+    rows: Rows,
     plan: Plan,
     y_TO: jax.Array | None = None,
     *,
@@ -46,7 +70,8 @@ def lora_delta(
         x_TI: float[T, I]: bfloat16, float16 or float32.
         pool: any array whose last axis is a whole number of units; x's type, or unsigned integers that hold its bits.
             It is read in place.
-        rows: where the rank rows of the M modules lie, which all take x.
+        rows: where the rank rows of the M modules lie, which all take x: tables of their own (RankRows), or those of
+            all layers and modules (LayerRankRows).
         plan: of this batch, from make_plan.
         y_TO: float[T, O], O being the outputs of all modules side by side. None: zeros in float32. Its buffer is
             reused where it is not needed any more.
@@ -67,6 +92,37 @@ def lora_delta(
         NotImplementedError: the implementation that was asked for cannot run here, or not in this shape.
     """
     return _run(x_TI, (pool, pool), rows, plan, y_TO, (unit, unit), axis_name, implementation, interpret)
+
+
+def lora_constants(
+    pool: jax.Array,
+    rows: Rows,
+    plan: Plan,
+    num_tokens: int,
+    *,
+    unit: int,
+    dtype: Any,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Sums of rows of B alone: of each token, over its adapters i and their rows r, w_ti const_r B_r.
+
+    Args:
+        pool, rows, plan, unit, implementation, interpret: see lora_delta. The rows' scale is not read, their constants
+            are there.
+        num_tokens: T.
+        dtype: compute type, in which the factors w const are rounded.
+
+    Returns:
+        float32[T, O]. Not differentiable in the Pallas implementations.
+    """
+    y_TO = jnp.zeros((num_tokens, sum(rows.out_dims)), _F32)
+    name = "scale_MR" if isinstance(rows, RankRows) else "scale_LMR"
+    rows = replace(rows, **{name: jnp.zeros_like(getattr(rows, name))})
+    return dispatch.call(
+        "lora_constants", _CONSTANTS, pool, rows, plan, y_TO, unit=unit, dtype=dtype, implementation=implementation,
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def lora_matmul(
@@ -116,7 +172,7 @@ def lora_matmul(
 
 
 def _run(
-    x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array | None,
+    x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], rows: Rows, plan: Plan, y_TO: jax.Array | None,
     units: tuple[int, int], axis_name: str | None, implementation: str | None, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     check(x_TI, pools, rows, units)
@@ -139,7 +195,7 @@ class _Options:
     interpret: bool
 
     def call(
-        self, x_TI: jax.Array, pools: Sequence[jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array, units: Any
+        self, x_TI: jax.Array, pools: Sequence[jax.Array], rows: Rows, plan: Plan, y_TO: jax.Array, units: Any
     ) -> jax.Array:
         return dispatch.call(
             "lora_delta", BACKENDS, x_TI, pools, rows, plan, y_TO, units=units, axis_name=self.axis_name,
@@ -149,18 +205,19 @@ class _Options:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _delta(
-    options: _Options, x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], y_TO: jax.Array, rows: RankRows, plan: Plan
+    options: _Options, x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], y_TO: jax.Array, rows: Rows, plan: Plan
 ) -> jax.Array:
     return options.call(x_TI, pools, rows, plan, y_TO, options.units)
 
 
-def _forward(options: _Options, x_TI: jax.Array, pools: Any, y_TO: jax.Array, rows: RankRows, plan: Plan) -> Any:
+def _forward(options: _Options, x_TI: jax.Array, pools: Any, y_TO: jax.Array, rows: Rows, plan: Plan) -> Any:
     return _delta(options, x_TI, pools, y_TO, rows, plan), (x_TI, pools, rows, plan)
 
 
 def _backward(options: _Options, saved: Any, g_TO: jax.Array) -> Any:
     """x's gradient is the same operation with A and B in each other's place, module after module."""
     x_TI, pools, rows, plan = saved
+    rows = whole(rows)
     h_TO = g_TO.astype(x_TI.dtype)
     dx_TI = jnp.zeros(x_TI.shape, _F32)
     units = options.units

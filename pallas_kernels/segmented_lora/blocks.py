@@ -8,8 +8,12 @@ from pallas_kernels import tuning
 from pallas_kernels.segmented_lora.plan import Segments
 
 OP = "segmented_lora"
+_LEAST_CHUNK = 16
 _PROGRAMS = 264
 """Programs that a launch should have at least: two for each of an H200's 132 multiprocessors."""
+
+SHRINK_PROGRAMS = 4 * 132
+"""Most programs of a shrink: those that an H200 runs at once. Where there are more tiles a program takes several."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,17 @@ def divisor(number: int, wanted: int) -> int:
     return next(d for d in range(min(max(wanted, 1), number), number + 1) if number % d == 0)
 
 
+def check_unit(unit: int) -> None:
+    """Raises NotImplementedError where no kernel can step through such units."""
+    if unit % _LEAST_CHUNK:
+        raise NotImplementedError(
+            f"units of {unit} elements are no whole number of {_LEAST_CHUNK}: a kernel's least step"
+        )
+
+
 def _chunk(unit: int, largest: int) -> int:
-    chunk = power_of_two_divisor(unit, largest)
-    if chunk < 16:
-        raise NotImplementedError(f"units of {unit} elements are no whole number of 16: a kernel's least step")
-    return chunk
+    check_unit(unit)
+    return power_of_two_divisor(unit, largest)
 
 
 def shrink_key(part: Segments, in_dim: int, modules: int, unit: int, dtype: str) -> dict[str, int | str]:
@@ -67,8 +77,9 @@ def shrink_blocks(part: Segments, in_dim: int, modules: int, unit: int, dtype: s
     """Blocks of one shrink launch.
 
     Few tiles share out the input, so that every multiprocessor reads; many do not, as each part costs a partial sum.
+    A bucket has room for more tiles than batches mostly have: as many as there are blocks are expected.
     """
-    C, W = part.block_tokens, len(part.row_W)
+    C, W = part.block_tokens, min(len(part.row_W), len(part.token_NC))
     exact = dtype == "float32"  # without tensor cores: the products themselves fill the registers
     chunk = _chunk(unit, 128 if C <= 32 and not exact else 64 if not exact or C <= 32 else 32)
     splits = divisor(in_dim // chunk, min(-(-_PROGRAMS // W), 8 if C <= 32 else 2))

@@ -1,7 +1,7 @@
 """The segmented kernels on Pallas' Triton backend (compute capability 8.0 and later).
 
 Both read the page tables themselves and fetch rank rows from the pool in place, a vector of units at a time. `shrink`
-runs over (tile, part of the input) and leaves one partial sum for each part, so that no program waits for another and
+runs over (tiles, part of the input) and leaves one partial sum for each part, so that no program waits for another and
 the result is the same in every run; `expand` adds the parts up, scales them and runs over (block, columns). A tile
 needs no more rows than its adapter has: places past the end are masked, and cost no memory traffic.
 """
@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.segmented_lora.blocks import ExpandBlocks, ShrinkBlocks, expand_blocks, shrink_blocks
+from pallas_kernels.segmented_lora.blocks import (
+    SHRINK_PROGRAMS,
+    ExpandBlocks,
+    ShrinkBlocks,
+    check_unit,
+    expand_blocks,
+    shrink_blocks,
+)
 from pallas_kernels.segmented_lora.plan import Plan, Segments
-from pallas_kernels.segmented_lora.rank_rows import RankRows, as_compute, as_units
+from pallas_kernels.segmented_lora.rank_rows import Rows, Tables, as_compute, as_units
 
 _F32 = jnp.float32
 
@@ -46,25 +53,31 @@ def _place(number: jax.Array, per_unit: int, chunk: int) -> tuple[jax.Array, jax
 
 
 def _load_weights(pool_ref: Any, unit_R: jax.Array, column_C: jax.Array, dtype: Any) -> jax.Array:
-    """[R, C]: columns of the pool's units, zeros where the index is -1."""
-    return as_compute(_load_block(pool_ref, unit_R, column_C, unit_R >= 0), dtype)
+    """[R, C]: columns of the pool's units, zeros where the index is -1, or past the pool as XLA's gather has it."""
+    return as_compute(_load_block(pool_ref, unit_R, column_C, (unit_R >= 0) & (unit_R < pool_ref.shape[0])), dtype)
+
+
+def _unit_numbers(units_ref: Any, lead: Any, row_K: jax.Array, column: jax.Array, live_K: jax.Array) -> jax.Array:
+    """int32[K]: an entry of the page tables for each row, -1 where it is not live."""
+    place = units_ref.at[jnp.full(row_K.shape, lead), row_K, jnp.full(row_K.shape, column)]
+    return plgpu.load(place, mask=live_K, other=-1)
 
 
 def _shrink_kernel(
-    x_ref: Any, token_ref: Any, block_ref: Any, row_ref: Any, num_rows_ref: Any, units_ref: Any, pool_ref: Any,
-    s_ref: Any, *, blocks: ShrinkBlocks, tile_rows: int,
+    x_ref: Any, token_ref: Any, first_tile_ref: Any, num_tiles_ref: Any, block_ref: Any, row_ref: Any,
+    num_rows_ref: Any, layer_ref: Any, units_ref: Any, pool_ref: Any, s_ref: Any, *, blocks: ShrinkBlocks,
+    tile_rows: int, programs: int, places: tuple[tuple[int, int], ...],
 ) -> None:  # fmt: skip
-    tile, part = pl.program_id(0), pl.program_id(1)
+    first_tile, part = pl.program_id(0), pl.program_id(1)
     num_tokens, in_dim = x_ref.shape
-    modules, unit, chunk = units_ref.shape[0], pool_ref.shape[1], blocks.chunk
+    unit, chunk = pool_ref.shape[1], blocks.chunk
     steps = in_dim // chunk // blocks.splits
-    num_rows = num_rows_ref[tile]
+    place_K, layer = jnp.arange(tile_rows), layer_ref[0]
 
-    @pl.when(num_rows > 0)
-    def _():
+    def run_tile(turn: jax.Array, carry: int) -> int:
+        tile = first_tile + turn * programs
         token_C = token_ref[block_ref[tile], :]
-        place_K = jnp.arange(tile_rows)
-        row_K, live_K = row_ref[tile] + place_K, place_K < num_rows
+        row_K, live_K = row_ref[tile] + place_K, place_K < num_rows_ref[tile]
 
         def step(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             number = part * steps + index
@@ -72,43 +85,66 @@ def _shrink_kernel(
             x_CI = _load_block(x_ref, token_C, first + jnp.arange(chunk), token_C < num_tokens)
             unit_column, column = _place(number, unit // chunk, chunk)
             new = []
-            for module in range(modules):
-                place = units_ref.at[module, row_K, jnp.full((tile_rows,), unit_column)]
-                unit_K = plgpu.load(place, mask=live_K, other=-1)
-                new.append(sums[module] + _dot(x_CI, _load_weights(pool_ref, unit_K, column, x_ref.dtype), 1))
+            for sum_CK, (lead, start) in zip(sums, places, strict=True):
+                unit_K = _unit_numbers(units_ref, layer + lead, row_K, start + unit_column, live_K)
+                new.append(sum_CK + _dot(x_CI, _load_weights(pool_ref, unit_K, column, x_ref.dtype), 1))
             return tuple(new)
 
         zero = jnp.zeros((token_C.shape[0], tile_rows), _F32)
-        sums = jax.lax.fori_loop(0, steps, step, (zero,) * modules)
-        for module in range(modules):
-            s_ref[part, module, tile, :, :] = sums[module]
+        sums = jax.lax.fori_loop(0, steps, step, (zero,) * len(places))
+        for module, sum_CK in enumerate(sums):
+            s_ref[part, module, tile, :, :] = sum_CK
+        return carry
+
+    # Live tiles come first. However many a bucket has room for, a launch has no more programs than a device can run.
+    last = token_ref.shape[0] - 1
+    num_live = first_tile_ref[last] + num_tiles_ref[last]
+    jax.lax.fori_loop(0, pl.cdiv(num_live - first_tile, programs), run_tile, 0)
 
 
 def shrink(
-    x_TI: jax.Array, pool: jax.Array, units_a_MRU: jax.Array, part: Segments, *, unit: int, interpret: bool,
+    x_TI: jax.Array, pool: jax.Array, rows: Rows, part: Segments, *, unit: int, interpret: bool,
     blocks: ShrinkBlocks | None = None,
 ) -> jax.Array:  # fmt: skip
     """Partial projections of every tile, float32[splits, M, W, C, tile_rows]; undefined in idle tiles."""
-    modules = len(units_a_MRU)
-    blocks = blocks or shrink_blocks(part, x_TI.shape[1], modules, unit, x_TI.dtype.name)
-    num_tiles, tokens, rows = len(part.row_W), part.block_tokens, part.tile_rows
+    tables = Tables.of(rows)
+    modules, in_dim = len(tables.places_a), x_TI.shape[1]
+    blocks = blocks or shrink_blocks(part, in_dim, modules, unit, x_TI.dtype.name)
+    if unit % blocks.chunk or in_dim % (blocks.chunk * blocks.splits):
+        raise ValueError(f"{blocks} leave out a part of {in_dim} inputs in units of {unit}")
+    num_tiles, tokens = len(part.row_W), part.block_tokens
+    programs = min(num_tiles, pl.cdiv(SHRINK_PROGRAMS, blocks.splits))
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        functools.partial(_shrink_kernel, blocks=blocks, tile_rows=rows),
-        grid=(num_tiles, blocks.splits),
-        in_specs=[whole] * 7,
+        functools.partial(
+            _shrink_kernel, blocks=blocks, tile_rows=part.tile_rows, programs=programs, places=tables.places_a
+        ),
+        grid=(programs, blocks.splits),
+        in_specs=[whole] * 10,
         out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct((blocks.splits, modules, num_tiles, tokens, rows), _F32),
+        out_shape=jax.ShapeDtypeStruct((blocks.splits, modules, num_tiles, tokens, part.tile_rows), _F32),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="lora_shrink",
-    )(x_TI, part.token_NC, part.block_W, part.row_W, part.num_rows_W, units_a_MRU, as_units(pool, unit))
+    )(
+        x_TI, part.token_NC, part.first_tile_N, part.num_tiles_N, part.block_W, part.row_W, part.num_rows_W,
+        tables.layer_1, tables.units_a_ARU, as_units(pool, unit),
+    )  # fmt: skip
+
+
+class _ExpandPlaces(NamedTuple):
+    """What is static of Tables for an expand."""
+
+    column_b: int
+    modules_of_layer: int
+    first_module: int
+    out_starts: tuple[int, ...]
 
 
 def _expand_kernel(
     s_ref: Any, token_ref: Any, first_tile_ref: Any, num_tiles_ref: Any, row_ref: Any, num_rows_ref: Any, mix_ref: Any,
-    scale_ref: Any, const_ref: Any, units_ref: Any, pool_ref: Any, _: Any, y_ref: Any, *, blocks: ExpandBlocks,
-    out_starts: tuple[int, ...], dtype: Any, has_const: bool,
+    layer_ref: Any, scale_ref: Any, const_ref: Any, units_ref: Any, pool_ref: Any, _: Any, y_ref: Any, *,
+    blocks: ExpandBlocks, places: _ExpandPlaces, dtype: Any, has_const: bool,
 ) -> None:  # fmt: skip
     block, group = pl.program_id(0), pl.program_id(1)  # outside of the loops: the interpreter knows them here alone
     splits, _modules, _tiles, tokens, tile_rows = s_ref.shape
@@ -119,7 +155,8 @@ def _expand_kernel(
     def _():
         token_C = token_ref[block, :]
         live_C = token_C < y_ref.shape[0]
-        place_K = jnp.arange(tile_rows)
+        place_K, layer = jnp.arange(tile_rows), layer_ref[0]
+        first_scale = layer * places.modules_of_layer + places.first_module
 
         def projections(tile: jax.Array, module: jax.Array, row_K: jax.Array, live_K: jax.Array) -> jax.Array:
             """The finished projections of a tile, [C, tile_rows]: scaled and mixed; 0 in places that are not live."""
@@ -129,7 +166,7 @@ def _expand_kernel(
                 return sum_CK + plgpu.load(s_ref.at[index, module, tile, :, :], mask=live_CK, other=0.0)
 
             s_CK = jax.lax.fori_loop(0, splits, add_part, jnp.zeros((tokens, tile_rows), _F32))
-            module_K = jnp.full((tile_rows,), module)
+            module_K = jnp.full((tile_rows,), first_scale + module)
             scale_K = plgpu.load(scale_ref.at[module_K, row_K], mask=live_K, other=0.0)
             s_CK = jnp.where((scale_K != 0)[None, :], s_CK * scale_K[None, :], 0.0)
             if has_const:
@@ -140,14 +177,13 @@ def _expand_kernel(
         def step(index: jax.Array, carry: int) -> int:
             number = group * blocks.steps + index
             first = number * chunk
-            module = sum(((first >= start).astype(jnp.int32) for start in out_starts[1:-1]), jnp.int32(0))
+            module = sum(((first >= start).astype(jnp.int32) for start in places.out_starts[1:-1]), jnp.int32(0))
             unit_column, column = _place(number, unit // chunk, chunk)
 
             def add(position: jax.Array, sum_CO: jax.Array) -> jax.Array:
                 tile = first_tile + position
                 row_K, live_K = row_ref[tile] + place_K, place_K < num_rows_ref[tile]
-                place = units_ref.at[row_K, jnp.full((tile_rows,), unit_column)]
-                unit_K = plgpu.load(place, mask=live_K, other=-1)
+                unit_K = _unit_numbers(units_ref, layer, row_K, places.column_b + unit_column, live_K)
                 b_KO = _load_weights(pool_ref, unit_K, column, dtype)
                 return sum_CO + _dot(projections(tile, module, row_K, live_K), b_KO, 0)
 
@@ -163,36 +199,39 @@ def _expand_kernel(
 
 
 def expand(
-    s_ZMWCK: jax.Array, pool: jax.Array, rows: RankRows, part: Segments, y_TO: jax.Array, *, unit: int, dtype: Any,
+    s_ZMWCK: jax.Array, pool: jax.Array, rows: Rows, part: Segments, y_TO: jax.Array, *, unit: int, dtype: Any,
     interpret: bool, blocks: ExpandBlocks | None = None,
 ) -> jax.Array:  # fmt: skip
     """y plus the expansions of all modules side by side; rows of tokens in no block stay as they are."""
     blocks = blocks or expand_blocks(part, rows.out_dims, unit, jnp.dtype(dtype).name)
-    has_const = rows.const_MR is not None
+    if unit % blocks.chunk or sum(rows.out_dims) % (blocks.chunk * blocks.steps):
+        raise ValueError(f"{blocks} leave out a part of the outputs {rows.out_dims} in units of {unit}")
+    tables = Tables.of(rows)
+    has_const = tables.const_SR is not None
+    places = _ExpandPlaces(tables.column_b, tables.modules_of_layer, tables.first_module, tables.out_starts)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    kernel = functools.partial(
-        _expand_kernel, blocks=blocks, out_starts=rows.out_starts, dtype=dtype, has_const=has_const
-    )
+    kernel = functools.partial(_expand_kernel, blocks=blocks, places=places, dtype=dtype, has_const=has_const)
     return pl.pallas_call(
         kernel,
         grid=(len(part.token_NC), sum(rows.out_dims) // blocks.chunk // blocks.steps),
-        in_specs=[whole] * 12,
+        in_specs=[whole] * 13,
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(y_TO.shape, y_TO.dtype),
-        input_output_aliases={11: 0},
+        input_output_aliases={12: 0},
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=interpret,
         name="lora_expand",
     )(
         s_ZMWCK, part.token_NC, part.first_tile_N, part.num_tiles_N, part.row_W, part.num_rows_W, part.mix_WC,
-        rows.scale_MR, rows.const_MR if has_const else rows.scale_MR, rows.units_b_RV, as_units(pool, unit), y_TO,
+        tables.layer_1, tables.scale_SR, tables.const_SR if has_const else tables.scale_SR, tables.units_b_BRU,
+        as_units(pool, unit), y_TO,
     )  # fmt: skip
 
 
 def delta(
     x_TI: jax.Array,
     pools: Sequence[jax.Array],
-    rows: RankRows,
+    rows: Rows,
     plan: Plan,
     y_TO: jax.Array,
     *,
@@ -201,13 +240,43 @@ def delta(
     interpret: bool = False,
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
-    if x_TI.dtype not in (jnp.bfloat16, jnp.float16, _F32):
-        raise NotImplementedError(f"the kernels take bfloat16, float16 and float32, not {x_TI.dtype}")
+    check_supported(units, x_TI.dtype)
     for part in plan:
-        s_ZMWCK = shrink(x_TI, pools[0], rows.units_a_MRU, part, unit=units[0], interpret=interpret)
+        s_ZMWCK = shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
         if axis_name is not None:
-            s_ZMWCK = jax.lax.psum(s_ZMWCK.sum(0, keepdims=True), axis_name)
-        y_TO = expand(
-            s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret
-        )  # fmt: skip
+            s_ZMWCK = _sum_over_shards(s_ZMWCK, part, len(x_TI), Tables.of(rows).num_rows, axis_name)
+        y_TO = expand(s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret)
     return y_TO
+
+
+def constants(
+    pool: jax.Array, rows: Rows, plan: Plan, y_TO: jax.Array, *, unit: int, dtype: Any, interpret: bool = False
+) -> jax.Array:
+    """See api.lora_constants: an expand of projections whose scale is 0."""
+    check_supported((unit, unit), dtype)
+    for part in plan:
+        tiles = (1, len(rows.out_dims), len(part.row_W), part.block_tokens, part.tile_rows)
+        y_TO = expand(jnp.zeros(tiles, _F32), pool, rows, part, y_TO, unit=unit, dtype=dtype, interpret=interpret)
+    return y_TO
+
+
+def check_supported(units: tuple[int, int], dtype: Any) -> None:
+    """Raises NotImplementedError for what other implementations can and this one cannot."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, _F32):
+        raise NotImplementedError(f"the kernels take bfloat16, float16 and float32, not {jnp.dtype(dtype)}")
+    for unit in units:
+        check_unit(unit)
+
+
+def _sum_over_shards(s_ZMWCK: jax.Array, part: Segments, num_tokens: int, num_rows: int, axis_name: str) -> jax.Array:
+    """The projections summed over parts and shards, [1, M, W, C, K]: the all-reduce is of [M, T, R] and no more.
+
+    A tile has room for C tokens, of which a decode often fills one.
+    """
+    live_W, place_K = part.num_rows_W[:, None], jnp.arange(part.tile_rows)
+    row_W1K = jnp.where(place_K < live_W, part.row_W[:, None] + place_K, num_rows)[:, None]
+    token_WC1 = jnp.asarray(part.token_NC)[part.block_W][:, :, None]
+    s_MWCK = s_ZMWCK.sum(0)
+    dense_MTR = jnp.zeros((len(s_MWCK), num_tokens, num_rows), _F32).at[:, token_WC1, row_W1K].set(s_MWCK, mode="drop")
+    dense_MTR = jax.lax.psum(dense_MTR, axis_name)
+    return dense_MTR.at[:, token_WC1, row_W1K].get(mode="fill", fill_value=0)[None]

@@ -11,12 +11,17 @@ Sizes are those of a bucket: blocks and tiles that a batch does not need stay id
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+NOBODY = np.iinfo(np.int32).max
+"""A free place of a block: no token of any batch. Were it the plan's T, several blocks would write row T of an x that
+is longer."""
 
 MIN_BLOCK = 16
 """Fewest tokens and fewest rank rows of a block or tile: a tensor core's own."""
@@ -50,7 +55,7 @@ class SegmentShape:
 class Segments:
     """Blocks of one size. A block's tiles follow each other, in the order of the blocks."""
 
-    token_NC: Any  # int32[N, C], tokens of a block; T where the place is free
+    token_NC: Any  # int32[N, C], tokens of a block; NOBODY where the place is free
     first_tile_N: Any  # int32[N]
     num_tiles_N: Any  # int32[N], 0: the block is idle
     block_W: Any  # int32[W], block of a tile
@@ -102,7 +107,7 @@ def _segments(
     place_NC = (index_N - (end_G - blocks_G)[group_N])[:, None] * C + xp.arange(C)
     live_N = index_N < end_G[-1]
     live_NC = live_N[:, None] & (place_NC < count_G[group_N][:, None])
-    token_NC = xp.where(live_NC, order_T[xp.minimum(start_G[group_N][:, None] + place_NC, T - 1)], T)
+    token_NC = xp.where(live_NC, order_T[xp.minimum(start_G[group_N][:, None] + place_NC, T - 1)], NOBODY)
     tiles_N = xp.where(live_N, tiles_G[group_N], 0)
     end_N = xp.cumsum(tiles_N)
     index_W = xp.arange(shape.tiles)
@@ -169,26 +174,54 @@ def make_plan(
     count_G = np.bincount(group_T[group_T >= 0], minlength=len(members))
     plan = []
     for index, shape in enumerate(shapes):
-        step = shape.tile_rows
-        tiles = [(x, k) for group in members for x in group for k in range(0, int(num_rows_X[x]), step)]
-        tiles_G = np.array([sum(-(-int(num_rows_X[x]) // step) for x in group) for group in members])
-        table = np.array(tiles or [(0, 0)], np.int64)
-        adapter_E, offset_E = table[:, 0], table[:, 1]
-        wanted_G = np.ones(len(members), bool)
-        if len(shapes) > 1:
-            wanted_G = (count_G >= long_segment) == (index == 1)
-        rows_E = np.minimum(num_rows_X[adapter_E] - offset_E, step)
-        segments, blocks, used = _segments(
-            np, group_T, wanted_G, np.cumsum(tiles_G) - tiles_G, tiles_G, first_row_X[adapter_E] + offset_E, rows_E,
-            adapter_E, mix_TX, shape,
-        )  # fmt: skip
-        if blocks > shape.blocks or used > shape.tiles:
-            raise ValueError(
-                f"the batch needs {blocks} blocks of {shape.block_tokens} tokens and {used} tiles of {step} rows, and "
-                f"the shape has {shape.blocks} and {shape.tiles}: take a larger bucket"
-            )
-        plan.append(segments)
+        wanted_G = None if len(shapes) == 1 else (count_G >= long_segment) == (index == 1)
+        plan.append(group_segments(group_T, members, first_row_X, num_rows_X, mix_TX, shape, wanted_G))
     return tuple(plan)
+
+
+def group_segments(
+    group_T: np.ndarray, members: Sequence[np.ndarray], first_row_X: np.ndarray, num_rows_X: np.ndarray,
+    mix_TX: np.ndarray | None, shape: SegmentShape, wanted_G: np.ndarray | None = None,
+) -> Segments:  # fmt: skip
+    """Blocks of one size for groups of tokens, made on the host (numpy arrays).
+
+    Args:
+        group_T: int[T], the group of each token, -1 for none.
+        members: of each group its adapters. A token may have a factor of 0 on some of them.
+        first_row_X, num_rows_X: see make_plan.
+        mix_TX: float[T, X]; None for factors of 1.
+        wanted_G: bool[G], the groups to take; all if None.
+
+    Raises:
+        ValueError: they do not fit into the shape; the message says what they need.
+    """
+    G, step = len(members), shape.tile_rows
+    adapter_U, tiles_U, tiles_G = group_tiles(members, num_rows_X, step)
+    adapter_E = np.repeat(adapter_U, tiles_U)
+    offset_E = (np.arange(len(adapter_E)) - np.repeat(np.cumsum(tiles_U) - tiles_U, tiles_U)) * step
+    if not len(adapter_E):
+        adapter_E = offset_E = np.zeros(1, np.int64)
+    rows_E = np.minimum(num_rows_X[adapter_E] - offset_E, step)
+    segments, blocks, used = _segments(
+        np, group_T, np.ones(G, bool) if wanted_G is None else wanted_G, np.cumsum(tiles_G) - tiles_G, tiles_G,
+        first_row_X[adapter_E] + offset_E, rows_E, adapter_E, mix_TX, shape,
+    )  # fmt: skip
+    if blocks > shape.blocks or used > shape.tiles:
+        raise ValueError(
+            f"the batch needs {blocks} blocks of {shape.block_tokens} tokens and {used} tiles of {step} rows, and "
+            f"the shape has {shape.blocks} and {shape.tiles}: take a larger bucket"
+        )
+    return segments
+
+
+def group_tiles(
+    members: Sequence[np.ndarray], num_rows_X: np.ndarray, tile_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int[U], the adapters of all groups one after another; int[U], tiles of each; int[G], tiles of each group."""
+    adapter_U = np.concatenate(members).astype(np.int64)
+    tiles_U = -(-num_rows_X[adapter_U] // tile_rows)
+    group_U = np.repeat(np.arange(len(members)), [len(group) for group in members])
+    return adapter_U, tiles_U, np.bincount(group_U, tiles_U, len(members)).astype(np.int64)
 
 
 def trace_plan(adapter_T: jax.Array, num_rows_X: jax.Array, stride: int, block_tokens: int, tile_rows: int) -> Plan:

@@ -1,14 +1,19 @@
-"""The segmented entries for any XLA device: rows gathered out of the pool, two dense products, a mask by owner."""
+"""The segmented entries for any XLA device: rows gathered out of the pool, then products.
+
+Mostly two dense ones of all tokens with all rows, masked by owner. Where rows are many and blocks well filled (prompts
+of many adapters) nearly all of that is masked work, and each tile is multiplied by its own block instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.segmented_lora.plan import Plan
-from pallas_kernels.segmented_lora.rank_rows import RankRows, as_compute, as_units
+from pallas_kernels.segmented_lora.rank_rows import RankRows, Rows, as_compute, as_units, whole
 
 _F32 = jnp.float32
 
@@ -38,10 +43,20 @@ def scaled(s_MTR: jax.Array, rows: RankRows) -> jax.Array:
     return s_MTR if rows.const_MR is None else s_MTR + jnp.asarray(rows.const_MR)[:, None]
 
 
+TILES_FROM_ROWS = 256
+"""Rank rows from which on float32 products by tiles may be faster than dense ones."""
+
+
+def prefers_tiles(plan: Plan, num_tokens: int, num_rows: int, dtype: Any) -> bool:
+    """Whether products by tiles beat dense ones: many rows, and blocks with at most as many free places as tokens."""
+    places = sum(len(part.row_W) * part.block_tokens for part in plan)
+    return jnp.dtype(dtype) == _F32 and num_rows >= TILES_FROM_ROWS and places <= 2 * num_tokens
+
+
 def delta(
     x_TI: jax.Array,
     pools: Sequence[jax.Array],
-    rows: RankRows,
+    rows: Rows,
     plan: Plan,
     y_TO: jax.Array,
     *,
@@ -49,6 +64,17 @@ def delta(
     axis_name: str | None = None,
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
+    rows, T, dtype = whole(rows), len(x_TI), x_TI.dtype
+    if axis_name is None and prefers_tiles(plan, T, rows.units_b_RV.shape[0], dtype):
+        return delta_by_tiles(x_TI, pools, rows, plan, y_TO, units=units)
+    return delta_of_all_rows(x_TI, pools, rows, plan, y_TO, units=units, axis_name=axis_name)
+
+
+def delta_of_all_rows(
+    x_TI: jax.Array, pools: Sequence[jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array, *,
+    units: tuple[int, int], axis_name: str | None = None,
+) -> jax.Array:  # fmt: skip
+    """Dense products of all tokens with all rows, masked by owner."""
     T, dtype = len(x_TI), x_TI.dtype
     mix_TR = mix_of(plan, rows.units_b_RV.shape[0], T).T
     a_MRI = gather_rows(pools[0], jnp.asarray(rows.units_a_MRU), units[0], dtype)
@@ -58,7 +84,57 @@ def delta(
     if axis_name is not None:
         s_MTR = jax.lax.psum(s_MTR, axis_name)
     s_MTR = jnp.where(mix_TR != 0, scaled(s_MTR, rows) * mix_TR, 0).astype(dtype)
-    starts = rows.out_starts
+    return _add_outputs(y_TO, s_MTR, b_RO, rows)
+
+
+def delta_by_tiles(
+    x_TI: jax.Array, pools: Sequence[jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array, *,
+    units: tuple[int, int],
+) -> jax.Array:  # fmt: skip
+    """Batched products, each tile with the tokens of its block."""
+    dtype, starts, R = x_TI.dtype, rows.out_starts, rows.units_b_RV.shape[0]
+    high = jax.lax.Precision.HIGHEST
+    sum_TO = y_TO.astype(_F32)
+    for part in plan:
+        place_K = jnp.arange(part.tile_rows)
+        row_WK = jnp.where(place_K < part.num_rows_W[:, None], part.row_W[:, None] + place_K, R)
+        token_WC = jnp.asarray(part.token_NC)[part.block_W]
+        tile: Any = {"mode": "fill", "fill_value": 0}
+        a_MWKI = gather_rows(pools[0], taken(rows.units_a_MRU, row_WK, 1, -1), units[0], dtype)
+        b_WKO = gather_rows(pools[1], taken(rows.units_b_RV, row_WK, 0, -1), units[1], dtype)
+        x_WCI = x_TI.at[token_WC].get(**tile)
+        s_MWCK = jnp.einsum("wci,mwki->mwck", x_WCI, a_MWKI, preferred_element_type=_F32, precision=high)
+        scale_MW1K = taken(rows.scale_MR, row_WK, 1, 0)[:, :, None]
+        s_MWCK = jnp.where(scale_MW1K != 0, s_MWCK * scale_MW1K, 0)
+        if rows.const_MR is not None:
+            s_MWCK += taken(rows.const_MR, row_WK, 1, 0)[:, :, None]
+        mix_WC1 = jnp.asarray(part.mix_WC)[..., None]
+        s_MWCK = jnp.where(mix_WC1 != 0, s_MWCK * mix_WC1, 0).astype(dtype)
+        outputs = [
+            jnp.einsum("wck,wko->wco", s_WCK, b_WKO[:, :, starts[m] : starts[m + 1]], preferred_element_type=_F32,
+                       precision=high)
+            for m, s_WCK in enumerate(s_MWCK)
+        ]  # fmt: skip
+        sum_TO = sum_TO.at[token_WC].add(jnp.concatenate(outputs, 2), mode="drop")
+    return sum_TO.astype(y_TO.dtype)
+
+
+def taken(table: Any, row_WK: jax.Array, axis: int, none: float) -> jax.Array:
+    """Rows of a table in place of its axis of rows; `none` where there is no such row."""
+    return jnp.take(jnp.asarray(table), row_WK, axis, mode="fill", fill_value=none)
+
+
+def constants(pool: jax.Array, rows: Rows, plan: Plan, y_TO: jax.Array, *, unit: int, dtype: jnp.dtype) -> jax.Array:
+    """See api.lora_constants."""
+    rows = whole(rows)
+    mix_TR = mix_of(plan, rows.units_b_RV.shape[0], len(y_TO)).T
+    const_MR = jnp.zeros_like(jnp.asarray(rows.scale_MR)) if rows.const_MR is None else jnp.asarray(rows.const_MR)
+    b_RO = gather_rows(pool, jnp.asarray(rows.units_b_RV), unit, dtype)
+    return _add_outputs(y_TO, (const_MR[:, None] * mix_TR).astype(dtype), b_RO, rows)
+
+
+def _add_outputs(y_TO: jax.Array, s_MTR: jax.Array, b_RO: jax.Array, rows: RankRows) -> jax.Array:
+    starts, high = rows.out_starts, jax.lax.Precision.HIGHEST
     outputs = [
         jnp.einsum(
             "tr,ro->to", s_MTR[m], b_RO[:, starts[m] : starts[m + 1]], preferred_element_type=_F32, precision=high

@@ -14,7 +14,7 @@ from multilora_jax.engine import devices
 from multilora_jax.engine.describe import describe
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig, RopeConfig
-from pallas_kernels.dispatch import H200, assume_device
+from pallas_kernels.dispatch import H200, Device, assume_device
 
 MODEL = ModelConfig(
     name="tiny", vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
@@ -93,9 +93,22 @@ def test_layout_follows_the_type():
 
 def test_attention_goes_by_the_device_and_the_configuration():
     assert devices.attention_backend("auto", MODEL, "bfloat16") == "xla"
-    with pytest.raises(ConfigError, match="kernel_backend triton does not run here: .*need an NVIDIA GPU"):
-        devices.attention_backend("triton", MODEL, "bfloat16")
+    assert devices.lora_backend("auto", 16, "bfloat16") == "xla"
+    # By name it is interpreted, for tests.
+    assert devices.attention_backend("triton", MODEL, "bfloat16") == devices.lora_backend("triton", 16, "float32")
+    assert [devices.interprets(name) for name in ("auto", "xla", "triton")] == [False, False, True]
+    with assume_device(Device("gpu", "Tesla T4", (7, 5))):
+        assert devices.lora_backend("auto", 16, "float16") == "xla"
+        assert not devices.interprets("triton")
+        with pytest.raises(ConfigError, match="kernel_backend triton .* need compute capability 8.0 or later"):
+            devices.lora_backend("triton", 16, "float16")
     with assume_device(H200):
+        assert devices.lora_backend("auto", 16, "bfloat16") == "triton"
+        assert devices.lora_backend("auto", 24, "bfloat16") == "xla"
+        with pytest.raises(
+            ConfigError, match="kernel_backend triton .* units of 24 elements are no whole number of 16"
+        ):
+            devices.lora_backend("triton", 24, "bfloat16")
         assert devices.attention_backend("auto", MODEL, "bfloat16") == "triton"
         assert devices.attention_backend("xla", MODEL, "bfloat16") == "xla"
         odd = dataclasses.replace(MODEL, head_dim=24)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import attention_times, correctness
+from pallas_kernels.bench import attention_times, correctness, xla_methods
 from pallas_kernels.bench.__main__ import main
 from pallas_kernels.bench.decode_step import LLAMA_3_8B
 from pallas_kernels.bench.loras import make_batch, tokens_of_adapters
@@ -86,3 +86,21 @@ def test_floors():
         moved = 2 * (64 * (4096 + 16) + adapters * 4096 * 16 + 64 * 16 + adapters * 16 * 4096)
         assert batch.floor_bytes == moved + 2 * 4 * 64 * 4096
     assert LLAMA_3_8B.weight_bytes == 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
+
+
+def test_the_methods_of_xla_agree(capsys):
+    """Every method gives what lora_delta gives, else the command stops."""
+    options = ["--layers", "1", "--rounds", "1", "--in-dim", "32", "--out-dim", "64", "--rank", "4"]
+    assert xla_methods.main([*options, "--sizes", "2/6,3/3", "--dtypes", "float32"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in rows[0]][2:] == ["lora_delta", "active rows", "chunks", "ragged_dot"]
+    assert [row[1].strip() for row in rows[2:]] == ["2/6", "3/3"]
+    assert all(float(cell) > 0 for row in rows[2:] for cell in row[2:])
+
+
+def test_a_wrong_method_is_seen(monkeypatch):
+    monkeypatch.setattr(xla_methods.xla_pool, "delta_by_tiles", lambda x, pools, rows, plan, y, units: y)
+    with pytest.raises(AssertionError, match="chunks is off by"):
+        xla_methods.measure(
+            2, 4, rank=4, in_dim=32, out_dim=32, dtype="float32", layers=1, rounds=1
+        )  # fmt: skip

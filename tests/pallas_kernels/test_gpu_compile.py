@@ -5,6 +5,7 @@ Runs under this Python if it has the extra gpu-check, else under the one that GP
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -45,6 +46,38 @@ def test_paged_attention():
     output = compile_cases("pallas_kernels.paged_attention.gpu_cases", "--only", "(smollm2-135m|llama-3-8b)/bfloat16$")
     assert len(re.findall("paged_attention_(decode|prompt)_parts", output)) == 4
     assert len(re.findall("paged_attention_(decode|prompt)_combine", output)) == 4
+
+
+STEPS = ROOT / "multilora_jax" / "engine" / "gpu_steps.csv"
+"""What was recorded of the engine's programs."""
+
+
+def test_the_engine_s_decode_step():
+    """Llama-3-8B's shape, 64 sequences and 64 adapters: the pool is aliased, nothing copies it, kernels do the rest."""
+    name = "H200, 32 layers, decode 64, 64 adapters"
+    output = compile_cases("multilora_jax.engine.gpu_cases", "--only", f"^{name}$")
+    assert "lora_expand:128 lora_shrink:128 paged_attention_decode_combine:32 paged_attention_decode_parts:32" in output
+    with STEPS.open(encoding="utf-8", newline="") as file:
+        recorded = {row["case"]: row for row in csv.DictReader(file)}
+    for column in ("arguments_mib", "aliased_mib"):
+        assert f"{column} {recorded[name][column]};" in output
+
+
+def test_the_recorded_steps_hold_the_pool_once():
+    with STEPS.open(encoding="utf-8", newline="") as file:
+        layers = [row for row in csv.DictReader(file) if float(row["aliased_mib"])]
+    assert len(layers) == 8
+    for row in layers:
+        shards, num_layers = 4 if "x 4" in row["case"] else 1, 32 if "32 layers" in row["case"] else 4
+        assert float(row["aliased_mib"]) >= 20_000 * num_layers / 16 / shards  # 64 KiB for each page and layer
+        assert float(row["temporaries_mib"]) < 768
+        assert ("lora_shrink" in row["pallas_launches"]) == ("base" not in row["case"])
+        assert ("all-reduce" in row["collectives"]) == (shards > 1)
+
+
+@pytest.mark.slow
+def test_every_program_of_the_engine():
+    compile_cases("multilora_jax.engine.gpu_cases")
 
 
 @pytest.mark.slow

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from multilora_jax.bench.mixes import MIXES, segments
 from pallas_kernels.dispatch import H200, assume_device
-from pallas_kernels.segmented_lora import SegmentShape, lora_delta, make_plan, pallas_triton
+from pallas_kernels.segmented_lora import (
+    LayerRankRows,
+    SegmentShape,
+    lora_constants,
+    lora_delta,
+    make_plan,
+    pallas_triton,
+    xla_pool,
+)
+from pallas_kernels.segmented_lora.arg_specs import segment_specs
+from pallas_kernels.segmented_lora.blocks import ExpandBlocks, ShrinkBlocks
+from pallas_kernels.segmented_lora.plan import NOBODY
 from tests.pallas_kernels.pool_problem import SHORT, TRACES, PoolProblem, run_delta
 
 IMPLEMENTATIONS = ["xla", "triton"]
@@ -69,6 +80,25 @@ def test_weighted_mixes(implementation):
     mix_TX[2], mix_TX[3], mix_TX[5] = (0, 1, 1, 0), (0, 0.125, 3, 0), (1, 1, 1, 1)
     mix_TX[7:] = np.where(np.random.default_rng(0).random((13, 4)) < 0.5, 0, 1.5)
     PoolProblem([5, 1, 33, 16], mix_TX=mix_TX, const=True).check(implementation, (SegmentShape(16, 96),))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_xla_s_products_by_tiles(monkeypatch, dtype):
+    """Mixes, a bias, ranks that differ by module: each tile with the tokens of its block alone."""
+    monkeypatch.setattr(xla_pool, "prefers_tiles", lambda *_: True)
+    mix_TX = np.where(np.random.default_rng(0).random((13, 3)) < 0.5, 0, 1.5)
+    ranks = [[4, 0, 20], [0, 0, 8], [4, 3, 1]]
+    PoolProblem(ranks, mix_TX=mix_TX, const=True, in_dim=160, dtype=dtype).check("xla", (SegmentShape(10, 60),))
+
+
+def test_tiles_are_for_many_rows_and_full_blocks():
+    def plan(blocks, tiles):
+        return (jax.tree.map(lambda x: np.zeros(x.shape), segment_specs(SegmentShape(blocks, tiles))),)
+
+    assert xla_pool.prefers_tiles(plan(32, 32), 256, 512, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 256, 128, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 32, 512, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 256, 512, "bfloat16")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -136,9 +166,96 @@ def test_a_sharded_input_and_output():
     # The kernels' own halves, with the sum between them done by hand.
     [part] = plan
     shrink = functools.partial(pallas_triton.shrink, unit=16, interpret=True)
-    s = sum(shrink(x[i], pool[i], rows.units_a_MRU, part).sum(0, keepdims=True) for i in range(2))
+    s = sum(shrink(x[i], pool[i], rows, part).sum(0, keepdims=True) for i in range(2))
     expand = functools.partial(pallas_triton.expand, unit=16, dtype=x.dtype, interpret=True)
     check([expand(jnp.asarray(s), pool[i], rows, part, y[i]) for i in range(2)])
+    # What crosses between shards is [M, T, R]: the tiles, of which tokens fill a part, are put there and taken back.
+    tiles = jnp.stack([shrink(x[i], pool[i], rows, part) for i in range(2)])
+    summed = jax.vmap(lambda s: pallas_triton._sum_over_shards(s, part, 6, 96, "model"), axis_name="model")(tiles)
+    check([expand(summed[i], pool[i], rows, part, y[i]) for i in range(2)])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_units_past_the_pool_count_as_zeros(implementation):
+    """An address that nobody has checked reads nothing, in a kernel as in XLA's gather."""
+    problem = PoolProblem([4, 3], [0, 1, -1, 1], out_dims=(32,))
+    for table, rows in ((problem.units_a, (slice(None), 4)), (problem.units_b, (5,))):
+        table[rows] = len(problem.pool) + 3
+    problem.a[0][1][0] = problem.b[0][1][1] = 0
+    problem.check(implementation)
+
+
+def test_free_places_are_no_token_of_a_longer_x():
+    """A plan of four tokens, an x of six: no block may write the fifth, which many would at once."""
+    problem = PoolProblem([4, 8], [0, 1, -1, 1, -1, -1], out_dims=(32,))
+    problem.adapter_T = np.array([0, 1, -1, 1])
+    [part] = problem.plan(SHORT)
+    assert set(part.token_NC.ravel().tolist()) == {0, 1, 3, NOBODY}
+    problem.check("triton")
+
+
+def test_more_tiles_than_programs(monkeypatch):
+    """A program then takes several tiles; those of a bucket that a batch leaves idle take none."""
+    monkeypatch.setattr(pallas_triton, "SHRINK_PROGRAMS", 3)
+    adapter_T = np.random.default_rng(1).integers(-1, 6, 20)
+    PoolProblem([16, 40, 3, 17, 1, 30], adapter_T, in_dim=128, num_rows=128).check("triton", (SegmentShape(21, 48),))
+
+
+def test_blocks_that_leave_a_part_out_are_refused():
+    problem = PoolProblem([4], [0, -1])
+    [part], rows, x = problem.plan(SHORT), problem.rank_rows(), jnp.asarray(problem.x_TI)
+    with pytest.raises(ValueError, match="leave out a part of 64 inputs"):
+        pallas_triton.shrink(x, problem.pool, rows, part, unit=32, interpret=True, blocks=ShrinkBlocks(32, 3))
+    s, y = jnp.zeros((1, 3, 24, 16, 16)), jnp.asarray(problem.y_TO)
+    with pytest.raises(ValueError, match="leave out a part of the outputs"):
+        pallas_triton.expand(
+            s, problem.pool, rows, part, y, unit=32, dtype=x.dtype, interpret=True, blocks=ExpandBlocks(32, 3)
+        )
+
+
+def test_no_pool_has_more_units_than_32_bits_number():
+    problem = PoolProblem([4], [0, -1])
+    pool = jax.ShapeDtypeStruct((2**17, 2**20), jnp.float32)
+    with pytest.raises(ValueError, match="a pool of 4294967296 units of 32: 32 bits number 2147483647"):
+        jax.eval_shape(lambda x, pool: lora_delta(x, pool, problem.rank_rows(), problem.plan(SHORT), unit=32),
+                       problem.x_TI, pool)  # fmt: skip
+
+
+def engine_rows(problem, layer):
+    """The same rows in the last of three layers of tables that an engine keeps: units of A, then of B."""
+    M, R, Ua = problem.units_a.shape
+    units_LRU = np.full((3, R, M * Ua + problem.units_b.shape[1] + 1), -1, np.int32)
+    units_LRU[layer, :, 1:] = np.concatenate([*problem.units_a, problem.units_b], 1)
+    tables = np.zeros((2, 3, M + 2, R), np.float32)
+    tables[0, layer, 2:], tables[1, layer, 2:] = problem.scale, problem.const
+    columns = tuple(1 + m * Ua for m in range(M))
+    return LayerRankRows(
+        units_LRU, tables[0], tables[1], np.int32(layer), columns_a=columns, column_b=1 + M * Ua, units_in=Ua,
+        units_out=problem.units_b.shape[1], first_module=2, out_dims=problem.out_dims,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_one_layer_in_the_tables_of_all(implementation):
+    problem = PoolProblem([4, 20, 9], [0, 1, -1, 2, 2, 0], const=True)
+    problem.rank_rows = lambda: jax.tree.map(jnp.asarray, engine_rows(problem, 2))  # type: ignore[method-assign]
+    problem.check(implementation)
+    rows = engine_rows(problem, 1)
+    rows.units_in = 1
+    with pytest.raises(ValueError, match="rows of 1 and 4 units: x and the outputs have 2 and 4"):
+        lora_delta(jnp.asarray(problem.x_TI), problem.pool, rows, problem.plan(SHORT), unit=32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_constants_alone(implementation):
+    """Every row of B with a constant, whatever its scale: gains and norms of adapters."""
+    problem = PoolProblem([4, 9], mix_TX=[[1, 0], [0.5, -2], [0, 0]], dtype="bfloat16", const=True)
+    rows, plan = problem.rank_rows(), jax.tree.map(jnp.asarray, problem.plan(SHORT))
+    got = lora_constants(
+        problem.pool, rows, plan, 3, unit=32, dtype="bfloat16", implementation=implementation, interpret=True
+    )
+    b_XO = np.stack([np.concatenate([np.asarray(b[x][-1], np.float32) for b in problem.b]) for x in range(2)])
+    np.testing.assert_allclose(got, problem.mix_TX @ b_XO, rtol=1e-5, atol=1e-5)
 
 
 def test_bad_arguments_are_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.segmented_lora import lora_delta, lora_delta_reference, lora_matmul
+from pallas_kernels.segmented_lora import SegmentShape, lora_delta, lora_delta_reference, lora_matmul
+from pallas_kernels.segmented_lora import gradients as gradient_module
 from tests.pallas_kernels.pool_problem import SHORT, PoolProblem
 
 IMPLEMENTATIONS = ["xla", "triton"]
@@ -139,6 +141,42 @@ def test_gradients_through_the_pool(implementation):
     wanted = jax.jit(jax.grad(dense_loss, (0, 1, 2)))(*args)
     for mine, theirs in zip(got, wanted, strict=True):
         assert np.abs(mine - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_products_by_tiles_and_over_all_tokens_agree(mixed):
+    """Small and large blocks, several tiles of an adapter, a bias; modules of other ranks."""
+    rng = np.random.default_rng(3)
+    ranks = [[4, 33, 3], [0, 20, 7]]
+    users: dict[str, Any] = {"adapter_T": np.repeat([0, 1, 2, -1], [3, 20, 2, 2])}
+    shapes = (SegmentShape(8, 24), SegmentShape(2, 4, block_tokens=32, tile_rows=32))
+    if mixed:
+        users = {"mix_TX": np.where(rng.random((9, 3)) < 0.4, 0, rng.standard_normal((9, 3)))}
+        shapes = SHORT
+    problem = PoolProblem(ranks, **users, const=True, num_rows=48, out_dims=(64, 32))
+    plan, rows = jax.tree.map(jnp.asarray, problem.plan(shapes)), problem.rank_rows()
+    pool, x = jnp.nan_to_num(problem.pool), jnp.asarray(problem.x_TI)
+    g = jnp.asarray(rng.standard_normal(problem.y_TO.shape), jnp.float32)
+    ways = (gradient_module._of_all, gradient_module._of_tiles)
+    both = [jax.jit(way, static_argnums=(5, 6))(x, g, (pool, pool), rows, plan, (32, 32), None) for way in ways]
+    for dense, tiles in zip(*both, strict=True):
+        np.testing.assert_allclose(tiles, dense, rtol=1e-4, atol=1e-4 * float(jnp.abs(dense).max()))
+        assert np.asarray(dense).any()
+
+
+def test_the_way_with_less_work_is_taken(monkeypatch):
+    taken = []
+    for name in ("_of_all", "_of_tiles"):
+        way = getattr(gradient_module, name)
+        monkeypatch.setattr(gradient_module, name, lambda *a, way=way, name=name: taken.append(name) or way(*a))
+
+    def trace(T):  # three adapters of 20 rows
+        x, a, b, g, _ = draw_dense("float32", T=T)
+        jax.eval_shape(jax.grad(lambda a: (lora_matmul(x, a, b, jnp.zeros(T, jnp.int32)) * g).sum()), a)
+
+    trace(12)
+    trace(600)
+    assert taken == ["_of_all", "_of_tiles"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

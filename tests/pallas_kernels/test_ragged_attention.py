@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,44 @@ def test_block_sizes_change_nothing(config):
     arguments = random_arguments([(1, 300), (18, 290), (5, 5)], heads, dtype="float32")
     got = run(arguments, heads, (config, config), num_decodes=1, most_queries=18)
     np.testing.assert_allclose(got, arguments.oracle(), rtol=0, atol=TOLERANCE["float32"])
+
+
+def test_a_wrong_page_id_reads_a_page_and_faults_nobody():
+    heads = (6, 2, 16)
+    arguments = random_arguments([(1, 40), (5, 5)], heads, dtype="float32", num_pages=6)
+    arguments.table_SP[0, 1] = 5
+    wanted = run(arguments, heads, num_decodes=1, most_queries=5)
+    arguments.table_SP[0, 1] = 1_000_000
+    np.testing.assert_array_equal(run(arguments, heads, num_decodes=1, most_queries=5), wanted)
+
+
+def test_memory_of_parts_is_bounded(monkeypatch):
+    heads, config = (6, 2, 16), TritonConfig(16, 16, 5, 4, 2)
+    arguments = random_arguments([(1, 300), (18, 290)], heads, dtype="float32")
+    monkeypatch.setattr(pallas_triton, "MOST_PARTIAL_BYTES", 2 * 4 * arguments.q_TNH.size)
+
+    def traced(*arrays):
+        sizes = {"num_kv_heads": 2, "page_tokens": 16, "num_decodes": 1, "most_queries": 18}
+        return pallas_triton.paged_attention_triton(*arrays, **sizes, configs=(config, config), interpret=True)
+
+    assert f"f32[{2 * arguments.q_TNH.shape[0] * 6},16]" in str(jax.make_jaxpr(traced)(*arguments.arrays))
+    got = run(arguments, heads, (config, config), num_decodes=1, most_queries=18)
+    np.testing.assert_allclose(got, arguments.oracle(), rtol=0, atol=TOLERANCE["float32"])
+
+
+def test_a_pool_of_more_vectors_than_32_bits_number():
+    pool = jax.ShapeDtypeStruct((32, 1 << 21, 2 * 2 * 16 * 16), jnp.uint32)
+    arguments = random_arguments([(1, 3)], (4, 2, 16), dtype="float32")
+    arrays: Any = arguments.arrays
+    q, _, layer, *rest = arrays
+    with pytest.raises(NotImplementedError, match="32 bits number"):
+        jax.eval_shape(
+            lambda pool: ragged_paged_attention(
+                q, pool, layer, *rest, most_queries=1, num_kv_heads=2, page_tokens=16, implementation="triton",
+                interpret=True,
+            ),
+            pool,
+        )  # fmt: skip
 
 
 def test_the_heuristic_splits_few_rows_and_long_tables():

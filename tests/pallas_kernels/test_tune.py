@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tune, tuning
+from pallas_kernels import tune, tune_attention, tuning
+from pallas_kernels.paged_attention import triton_config
 from pallas_kernels.segmented_lora import SegmentShape, blocks
 from pallas_kernels.segmented_lora.arg_specs import MODELS, draw
 
@@ -21,6 +23,7 @@ def test_without_a_gpu_it_says_so(capsys):
 
 def test_what_it_writes_is_looked_up(tmp_path):
     arguments = ["--interpret", "--models", "smollm2-135m", "--groups", "o", "--tokens", "2", "--most", "1"]
+    arguments += ["--ops", "lora"]
     assert tune.main([*arguments, "--out", str(tmp_path)]) == 0
     path = tuning.tuned_file(blocks.OP, "cpu", tmp_path)
     entries = json.loads(path.read_text())["entries"]
@@ -30,6 +33,21 @@ def test_what_it_writes_is_looked_up(tmp_path):
     key = blocks.shrink_key(part, 576, 1, 192, "bfloat16")
     found = tuning.lookup(blocks.OP, key, blocks.ShrinkBlocks(16, 1, 1, 1), tmp_path)
     assert found == blocks.ShrinkBlocks(**entries[0]["config"])
+
+
+def test_attention_is_tuned_too(tmp_path, capsys, monkeypatch):
+    options = ["--interpret", "--models", "smollm2-135m", "--ops", "attention", "--tokens", "2", "--queries", "1"]
+    options += ["--contexts", "20", "--slots", "64", "--most", "1", "--dtypes", "float32", "--out", str(tmp_path)]
+    assert tune.main(options) == 0
+    [entry] = json.loads(tuning.tuned_file("paged_attention", "cpu", tmp_path).read_text())["entries"]
+    key = triton_config.tuning_key(2, 1, 3, 3, 64, "float32", 64)
+    assert entry["key"] == key
+    default = triton_config.heuristic_config(2, 1, 3, 3, 64, 4, 64)
+    assert tuning.lookup("paged_attention", key, dataclasses.replace(default, lanes=128), tmp_path) == default
+    monkeypatch.setattr(tune_attention, "paged_attention_triton", lambda q, *_, **__: q)
+    assert tune.main(options) == 1
+    assert "wrong by" in capsys.readouterr().err
+    assert tune.main(["--interpret", "--ops", "attn"]) == 2
 
 
 def test_a_wrong_candidate_is_left_out(monkeypatch, capsys):

@@ -84,7 +84,7 @@ async def test_metrics_count_what_happened(server):
     assert got["vllm:inter_token_latency_seconds_count"] == {(): 4}
     assert got["vllm:num_requests_running"] == {(): 0}
     assert got["vllm:cache_config_info"] == {(("block_size", "16"), ("num_gpu_blocks", "1000")): 1}
-    assert got["multilora:kernel_info"] == {(("attention", "xla"),): 1}
+    assert got["multilora:kernel_info"] == {(("attention", "xla"), ("lora", "xla")): 1}
     pages = {"free": 1000, "kv": 0, "adapter": 0, "cached": 0}
     assert got["multilora:pages"] == {(("kind", kind),): number for kind, number in pages.items()}
     assert got["vllm:prefix_cache_queries_total"] == got["vllm:prefix_cache_hits_total"] == {(): 0}
