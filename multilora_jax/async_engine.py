@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from multilora_jax.adapter_calls import AdapterCalls, without_loading
 from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
+from multilora_jax.engine_vitals import Health
 from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.request import RequestOutput, SamplingParams
 from multilora_jax.request_stream import RequestStream, post, wake_all
@@ -41,7 +42,7 @@ class EngineDeadError(UnavailableError):
         )
 
 
-class AsyncEngine(AdapterCalls):
+class AsyncEngine(AdapterCalls, Health):
     """Serves an `LLMEngine` to asyncio callers; usable from several event loops at once.
 
     Args:
@@ -51,15 +52,13 @@ class AsyncEngine(AdapterCalls):
 
     def __init__(self, engine: LLMEngine, *, stall_after_s: float = 120.0):
         super().__init__(engine)
-        self.stall_after_s = stall_after_s
+        Health.__init__(self, stall_after_s)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
         self._observers: list[Observer] = []
-        self._cause_of_death: BaseException | None = None
         self._closing = False
         self._stopped = False
-        self._step_started: float | None = None
         self._last_stats = EngineStats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -183,13 +182,6 @@ class AsyncEngine(AdapterCalls):
         return self._last_stats
 
     @property
-    def healthy(self) -> bool:
-        """False once the engine thread has died or stopped, or while a step hangs."""
-        started = self._step_started
-        stalled = started is not None and time.monotonic() - started > self.stall_after_s
-        return self._cause_of_death is None and self._thread.is_alive() and not stalled
-
-    @property
     def num_live_requests(self) -> int:
         """Requests submitted and not yet finished."""
         return len(self._streams)
@@ -216,6 +208,7 @@ class AsyncEngine(AdapterCalls):
             raise EngineDeadError(self._cause_of_death)
         if self._closing:
             raise UnavailableError("the server is shutting down", reason="shutting_down")
+        self.check_moving()
 
     def _live_streams(self) -> list[RequestStream]:
         with self._lock:
@@ -253,21 +246,32 @@ class AsyncEngine(AdapterCalls):
                 if self._stopped:
                     return
                 if self.engine.has_unfinished_requests():
-                    self._step_started = time.monotonic()
-                    outputs = self.engine.step()
-                    self._step_started = None
-                    self._deliver(outputs)
+                    self._vitals.busy()
+                    self._deliver(self._step())
         except BaseException as error:
             log.exception("the engine thread died")
             self._die(error)
 
+    def _step(self) -> list[RequestOutput]:
+        try:
+            outputs = self.engine.step()
+        except Exception:
+            log.exception("a step failed; what was in it runs again")
+            self._vitals.failed()
+            return self.engine.recover()
+        self._vitals.stepped()
+        return outputs
+
     def _run_commands(self, block: bool) -> None:
+        if block:
+            self._vitals.rest()
         while not self._stopped:
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 return
             block = False
+            self._vitals.busy()
             command()
 
     def _add(self, stream: RequestStream, *request: Any) -> None:

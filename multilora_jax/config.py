@@ -17,6 +17,7 @@ from typing import Any, Literal, get_type_hints
 
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
+from multilora_jax.config_serving import SERVING
 from multilora_jax.config_values import (
     check_range,
     is_hub_id,
@@ -215,6 +216,9 @@ class EngineConfig:
         repr=False,
         metadata=key_info("Bearer tokens, one of which every request must carry; none by default."),
     )
+    max_connections: int = field(default=1024, metadata=SERVING["max_connections"])
+    client_timeout_s: float = field(default=60.0, metadata=SERVING["client_timeout_s"])
+    drain_s: float = field(default=30.0, metadata=SERVING["drain_s"])
     admin_keys: tuple[str, ...] = field(
         default=(),
         repr=False,

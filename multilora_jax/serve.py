@@ -10,6 +10,7 @@ import errno
 import gc
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -30,12 +31,14 @@ from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
+from multilora_jax.memory.allocator import PoolIntegrityError
 from multilora_jax.server.app import create_app
+from multilora_jax.server.connections import ConnectionLimits, fit_descriptors, make_protocol
 
 log = logging.getLogger("multilora_jax.serve")
 
-DRAIN_S = 30
-"""Seconds that running requests get to finish after SIGTERM or SIGINT."""
+LAST_WORDS_S = 5
+"""Seconds after `drain_s` in which what still runs is told that it ends."""
 
 
 def seconds_since_start() -> float:
@@ -54,15 +57,16 @@ _IMPORTED = time.monotonic()
 def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit status.
 
-    SIGTERM and SIGINT stop accepting, let running requests finish for DRAIN_S and return 0; before the server is
-    ready they end the process at once. A second SIGINT does not wait.
+    SIGTERM and SIGINT stop accepting, let running requests finish for `drain_s` and return 0; before the server is
+    ready they end the process at once. A second SIGINT does not wait. The status is 1 where HTTP ended by itself, or
+    where the books of the pool disagree at the end.
 
     Raises:
         ConfigError: the address cannot be listened on, or the engine cannot be built from this configuration.
     """
     with listen(config.host, config.port) as listener:
         app = create_app(None, config)
-        http = _Http(app, listener)
+        http = _Http(app, listener, config)
         try:
             engine = build_engine(config)
         except BaseException:
@@ -76,13 +80,34 @@ def serve(config: EngineConfig) -> int:
         gc.freeze()
         address = f"http://{url_host(config.host)}:{listener.getsockname()[1]}"
         seconds = seconds_since_start()
-        print(engine.describe())
-        print(f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}")
-        print(f"\n{curl_line(engine, address)}\n", flush=True)
-        status = http.wait(lambda: async_engine.num_live_requests)
+        ready = f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}"
+        say(engine.describe(), ready, f"\n{curl_line(engine, address)}\n")
+        status = http.wait(async_engine)
         async_engine.shutdown(drain=False)
+    return status or check_end(async_engine)
+
+
+def check_end(async_engine: AsyncEngine) -> int:
+    """The exit status of a server that has stopped: 1 where its engine still hangs or lost count of its pool."""
+    if not async_engine.stopped:
+        log.error("stopped, but the engine hangs in a step")
+        return 1
+    try:
+        async_engine.engine.check_integrity()
+    except PoolIntegrityError as error:
+        log.error("stopped, but the books of the pool disagree: %s", error)
+        return 1
     log.info("stopped")
-    return status
+    return 0
+
+
+def say(*lines: str) -> None:
+    """Prints; a full disk or a closed pipe behind standard output is no reason to end a server."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError as error:
+        log.warning("standard output cannot be written to: %s", error)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in the old one's buffer would fail again
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
@@ -118,25 +143,33 @@ def log_to_stderr() -> None:
 class _Http:
     """uvicorn on a thread, ended by the process's signals, which only the main thread may receive."""
 
-    def __init__(self, app: Any, listener: socket.socket):
-        config = uvicorn.Config(
+    def __init__(self, app: Any, listener: socket.socket, config: EngineConfig):
+        limits = fit_descriptors(ConnectionLimits(config.max_connections, config.client_timeout_s))
+        uvicorn_config = uvicorn.Config(
             app, loop="asyncio", lifespan="off", log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=DRAIN_S,
+            http=make_protocol(limits), ws="none", timeout_graceful_shutdown=math.ceil(config.drain_s) + LAST_WORDS_S,
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(uvicorn_config)
+        self._drain_s = config.drain_s
         self._num_live: Callable[[], int] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http", daemon=True)
         self._thread.start()
 
-    def wait(self, num_live: Callable[[], int]) -> int:
+    def wait(self, engine: AsyncEngine) -> int:
         """Block until the server has been told to end and has drained; 1 if it ended by itself.
 
         Args:
-            num_live: tells how many requests are under way.
+            engine: whose requests are waited for; what still runs after `drain_s` ends with an error.
         """
-        self._num_live = num_live
+        self._num_live = lambda: engine.num_live_requests
+        while self._thread.is_alive() and not self._server.should_exit:
+            self._thread.join(0.2)
+        self._thread.join(self._drain_s)
+        if self._thread.is_alive():
+            log.warning("%d requests are cut off", engine.num_live_requests)
+            engine.shutdown(drain=False)
         self._thread.join()
         return 0 if self._server.should_exit else 1
 
@@ -216,7 +249,11 @@ def main(_: list[str]) -> int:
     # jax reports every accelerator that it does not find at the level of information.
     logging.getLogger("jax").setLevel(logging.WARNING)
     log_to_stderr()
-    return serve(flags.config_from_flags())
+    status = serve(flags.config_from_flags())
+    # Threads that wait for a disk, or for a device that hangs, must not hold up the end of the process.
+    logging.shutdown()
+    say()
+    os._exit(status)
 
 
 if __name__ == "__main__":

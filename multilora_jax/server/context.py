@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine_vitals import TROUBLES
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest
 from multilora_jax.server.metrics import ServerMetrics
@@ -67,9 +68,10 @@ class ServerContext:
         return self._metrics
 
     def check_healthy(self) -> None:
-        """Raises UnavailableError while starting, and once the engine thread has died or hangs."""
-        if not self.engine.healthy:
-            raise UnavailableError("the engine is dead or hangs: restart the server", reason="engine_dead")
+        """Raises UnavailableError while starting, and once the engine thread has died, hangs or only fails."""
+        trouble = self.engine.trouble
+        if trouble is not None:
+            raise UnavailableError(TROUBLES[trouble], reason=trouble)
 
     def resolve(self, model: str, mix: Sequence[MixEntry] = ()) -> Target:
         """What a request's `model` and `lora` name: the base, an adapter, "base:adapter", or a mix over the base.
