@@ -19,14 +19,9 @@ TROUBLES = {
 
 
 class Vitals:
-    """Noted by the engine thread, read by any other.
-
-    Attributes:
-        num_failures: steps that failed since the start.
-    """
+    """Noted by the engine thread, read by any other."""
 
     def __init__(self) -> None:
-        self.num_failures = 0
         self._in_a_row = 0
         self._busy_since: float | None = None
 
@@ -44,7 +39,6 @@ class Vitals:
 
     def failed(self) -> None:
         """A step failed."""
-        self.num_failures += 1
         self._in_a_row += 1
 
     def trouble(self, stall_after_s: float) -> str | None:
@@ -94,8 +88,3 @@ class Health:
     def stopped(self) -> bool:
         """Whether the engine thread has ended."""
         return not self._thread.is_alive()
-
-    @property
-    def num_failed_steps(self) -> int:
-        """Steps that failed since the start, most of which cost nobody an answer."""
-        return self._vitals.num_failures

@@ -270,6 +270,7 @@ class LLMEngine:
     def recover(self) -> list[RequestOutput]:
         """Goes on after a failed `step`, whose outputs it returns: see Recovery."""
         self._launched = None
+        self._stats.failed_steps += 1
         with self._books:
             self._outputs += self._recovery.recover()
         return self._take_outputs()

@@ -40,6 +40,7 @@ class EngineStats:
         tiers: (name, rank, tier, pinned) of each registered adapter that is in memory now; the tier is "resident" (in
             the pool), "loading" (on its way there) or "host". A name is there once, in the version that new requests
             get; neither is one there that is only on disk, nor a version that was unloaded or replaced.
+        failed_steps: steps that raised; what was in them was run again.
         steps: device steps run; step_seconds: seconds spent in them.
         attention_backend: what computes attention, see LlamaSpec.
     """
@@ -72,6 +73,7 @@ class EngineStats:
     accepted_tokens: int = 0
     compilations: int = 0
     tiers: list[tuple[str, int, str, bool]] = field(default_factory=list)
+    failed_steps: int = 0
     steps: int = 0
     step_seconds: float = 0.0
     attention_backend: str = "xla"

@@ -104,9 +104,10 @@ def test_one_failure_at_any_place_costs_nobody_an_answer(adapters, expected, pla
 def test_a_pool_that_went_with_the_step_is_made_again(adapters, expected):
     engine = make()
     engine.pin_lora(engine.add_lora(adapters[0]).name)
+    failed: list[Any] = []
 
     def lose(step):
-        if engine.stats().steps != 3 or engine.runner.pool.is_deleted():
+        if engine._stats.steps != 3 or failed:
             return False
         engine.runner.pool.delete()
         return True
@@ -191,7 +192,7 @@ def test_books_that_contradict_themselves_are_begun_anew(adapters, expected):
     engine = make()
 
     def lose_pages(step):
-        if engine.stats().steps != 3 or failed:
+        if engine._stats.steps != 3 or failed:
             return False
         engine.allocator.allocate(20, PageKind.KV)  # which nobody has
         engine.scheduler.running()[0].page_ids.pop()
