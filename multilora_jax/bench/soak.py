@@ -29,9 +29,9 @@ from multilora_jax.models.checkpoint import read_config
 
 ARGUMENTS = ""
 EXAMPLE = "python -m multilora_jax.bench soak --config configs/tiny.yaml --minutes 10 --clients 200"
-ABOUT = """Starts a server from the configuration, in a process of its own, and lets clients at it: requests streamed and
-whole, chats, cancellations before and in the middle of answers, readers that are slow or do not read at all, malformed
-and hostile requests, and managers that load, swap, pin, unpin and unload the same few adapters all the time.
+ABOUT = """Starts a server from the configuration, in a process of its own, and lets clients at it: requests streamed
+and whole, chats, cancellations before and in the middle of answers, readers that are slow or do not read at all,
+malformed and hostile requests, and managers that load, swap, pin, unpin and unload the same few adapters all the time.
 
 Fails, with status 1, where a request is lost (no answer, no error, half of one), where one gets an answer that it must
 not get, where memory or descriptors grow over the second half, where pages are held when all is quiet, where something
@@ -177,8 +177,8 @@ async def _quiet(host: str, port: int, config: EngineConfig) -> list[str]:
             break
         await asyncio.sleep(0.5)
     else:
-        return [f"{held[0]:.0f} requests run, {held[1]:.0f} wait and {figures['multilora:pages/kv']:.0f} pages are held "
-                "though no client is left"]  # fmt: skip
+        running, waiting = map(int, held)
+        return [f"no client is left, but {running} requests run, {waiting} wait, or pages are held"]
     wrong = []
     total = sum(figures[f"multilora:pages/{kind}"] for kind in ("kv", "cached", "adapter", "free"))
     if config.pool_pages is not None and total != config.pool_pages - 1:

@@ -13,26 +13,25 @@ from multilora_jax.bench.raw_http import BrokenAnswer, Connection, ask, events_o
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-WORDS = [
-    "river",
-    "stone",
-    "cloud",
-    "seven",
-    "lamp",
-    "green",
-    "paper",
-    "walk",
-    "north",
-    "sugar",
-    "under",
-    "bell",
-    "glass",
-    "winter",
-    "kind",
-    "of",
-    "a",
-    "the",
-]
+WORDS = tuple(
+    [
+        "river",
+        "stone",
+        "cloud",
+        "seven",
+        "lamp",
+        "green",
+        "paper",
+        "walk",
+        "north",
+        "sugar",
+        "under",
+        "bell",
+        "glass",
+        "winter",
+        "kind",
+    ]
+)
 
 REFUSED = (404, 429, 503)
 """What a good request may get beside 200: its adapter was just unloaded, or there is too much to do."""
@@ -101,8 +100,8 @@ class Clients:
     async def run(self, number: int, managers: int) -> None:
         """Client `number`; the first few manage adapters, the others ask for text, each in a way drawn anew."""
         kinds: dict[str, tuple[Callable[[], Awaitable[str]], float]] = {
-            "whole": (self._whole, 4), "stream": (self._stream, 6), "chat": (self._chat, 2), "cancel": (self._cancel, 3),
-            "slow": (self._slow, 1), "deaf": (self._deaf, 0.3), "malformed": (self._malformed, 2),
+            "whole": (self._whole, 4), "stream": (self._stream, 6), "chat": (self._chat, 2), "slow": (self._slow, 1),
+            "cancel": (self._cancel, 3), "deaf": (self._deaf, 0.3), "malformed": (self._malformed, 2),
         }  # fmt: skip
         while not self._stop:
             if number < managers:
