@@ -120,6 +120,7 @@ HOST = (
     "multilora_jax.bench.hf_worker",
     "multilora_jax.bench.llama_server",
     "multilora_jax.bench.mixes",
+    "multilora_jax.bench.overhead_client",
     "multilora_jax.bench.panels",
     "multilora_jax.bench.peer_process",
     "multilora_jax.bench.plot",

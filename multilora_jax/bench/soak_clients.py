@@ -13,25 +13,7 @@ from multilora_jax.bench.raw_http import BrokenAnswer, Connection, ask, events_o
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-WORDS = tuple(
-    [
-        "river",
-        "stone",
-        "cloud",
-        "seven",
-        "lamp",
-        "green",
-        "paper",
-        "walk",
-        "north",
-        "sugar",
-        "under",
-        "bell",
-        "glass",
-        "winter",
-        "kind",
-    ]
-)
+WORDS = tuple(f"word{number}" for number in range(50))
 
 REFUSED = (404, 429, 503)
 """What a good request may get beside 200: its adapter was just unloaded, or there is too much to do."""
