@@ -32,11 +32,10 @@ T = TypeVar("T")
 ARGUMENTS = ""
 EXAMPLE = "python -m multilora_jax.bench overhead --config configs/smollm2.yaml --streams 16"
 ABOUT = """One engine, reached in turn by its own loop (offline) and over HTTP by a client in a process of its own on
-the same cores: tokens per second of --streams streams, and the ratio, as the median over rounds of offline and HTTP one
-after the other. Then what HTTP adds to a single request, beside the same request through the AsyncEngine in the server's
-process, in turn (p50 of each, and their difference). Then requests of one token each, as many as the front end takes:
-with a tiny model, python -m multilora_jax.bench overhead --config configs/tiny.yaml --streams 64, these and the streamed
-tokens per second are its ceiling."""
+the same cores: tokens per second of --streams streams, and the ratio, as medians over rounds of one after the other.
+Then what HTTP adds to a single request, beside the same one through the AsyncEngine in the server's process, in turn
+(p50 of each, and their difference). Then requests of one token each, as many as there can be in a second. With a tiny
+model (--config configs/tiny.yaml --streams 64) these and the streamed tokens are the ceiling of the front end."""
 
 COMPLETIONS = "/v1/completions"
 COLUMNS = {"measure": "", "offline": ".2f", "http": ".2f", "ratio": ".3f", "added": ".2f"}
@@ -135,8 +134,8 @@ def _rows(engine: AsyncEngine, client: Round, work: Workload) -> Iterator[dict[s
             http.append(client([body(prompt, max_tokens, stream=False)], 1)["e2e_ms"][0])
         p50 = [float(np.median(values)) for values in (own, http)]
         yield {
-            "measure": f"ms, one request of {max_tokens}, p50", "offline": p50[0], "http": p50[1], "added": p50[1] - p50[0],
-            "ratio": None, "own_ms": own, "http_ms": http,
+            "measure": f"ms, one request of {max_tokens}, p50", "offline": p50[0], "http": p50[1], "ratio": None,
+            "added": p50[1] - p50[0], "own_ms": own, "http_ms": http,
         }  # fmt: skip
     bodies = [body(prompts[n % len(prompts)][:4], 1, stream=False) for n in range(work.requests)]
     yield {
