@@ -244,16 +244,20 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def end_process(status: int) -> None:
+    """Ends at once: threads that wait for a disk, or for a device that hangs, must not hold it up."""
+    logging.shutdown()
+    say()
+    os._exit(status)
+
+
 def main(_: list[str]) -> int:
     """Entry point of the command."""
     # jax reports every accelerator that it does not find at the level of information.
     logging.getLogger("jax").setLevel(logging.WARNING)
     log_to_stderr()
-    status = serve(flags.config_from_flags())
-    # Threads that wait for a disk, or for a device that hangs, must not hold up the end of the process.
-    logging.shutdown()
-    say()
-    os._exit(status)
+    end_process(serve(flags.config_from_flags()))
+    return 0
 
 
 if __name__ == "__main__":
