@@ -1,4 +1,4 @@
-"""The server's command over a FakeEngine that has one fault: `python -m tests.server.fault_server FAULT PORT [ROOT]`."""
+"""The server's command over a FakeEngine with one fault: `python -m tests.server.fault_server FAULT PORT [ROOT]`."""
 
 from __future__ import annotations
 

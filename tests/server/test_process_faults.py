@@ -89,7 +89,7 @@ def test_outputs_on_a_full_disk_do_not_end_a_server(start):
 
 
 def test_a_compilation_cache_on_a_full_disk_is_done_without(start, tmp_path):
-    """No file may grow beyond a block, so that each program is written in part: neither this start minds nor the next."""
+    """No file may grow beyond a block, so programs are written in part: neither this start minds nor the next."""
     words = ("multilora_jax.serve", "--config", "configs/tiny.yaml", "--port", "PORT", "--max_num_seqs", "4",
              "--max_num_batched_tokens", "32", "--compilation_cache_dir", str(tmp_path / "xla"))  # fmt: skip
     request = body() | {"model": "tiny", "temperature": 0}
