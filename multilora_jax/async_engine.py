@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from multilora_jax.adapter_calls import AdapterCalls, without_loading
 from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
-from multilora_jax.engine_vitals import Health
+from multilora_jax.engine_vitals import FAILING_PAUSE_S, Health
 from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.request import RequestOutput, SamplingParams
 from multilora_jax.request_stream import RequestStream, post, wake_all
@@ -258,7 +258,10 @@ class AsyncEngine(AdapterCalls, Health):
         except Exception:
             log.exception("a step failed; what was in it runs again")
             self._vitals.failed()
-            return self.engine.recover()
+            outputs = self.engine.recover()
+            if self._vitals.trouble(self.stall_after_s) is not None:
+                time.sleep(FAILING_PAUSE_S)
+            return outputs
         self._vitals.stepped()
         return outputs
 

@@ -10,6 +10,9 @@ from multilora_jax.errors import UnavailableError
 FAILING_AFTER = 12
 """Steps that failed one after another. Finding one bad request in a batch of 256 takes nine of them."""
 
+FAILING_PAUSE_S = 0.1
+"""Between steps of an engine that does nothing but fail, so that its log does not fill the disk too."""
+
 TROUBLES = {
     "engine_dead": "the engine is dead: restart the server",
     "engine_stalled": "the engine hangs in a step: restart the server unless that ends by itself",

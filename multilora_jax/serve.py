@@ -6,6 +6,7 @@ once. The engine is built on the main thread (progress bars, signals), HTTP runs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -247,7 +248,8 @@ def peak_memory_bytes() -> int:
 def end_process(status: int) -> None:
     """Ends at once: threads that wait for a disk, or for a device that hangs, must not hold it up."""
     logging.shutdown()
-    say()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)
 
 

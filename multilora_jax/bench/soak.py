@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from multilora_jax.adapters.make import make_adapters
-from multilora_jax.bench.raw_http import ask
+from multilora_jax.bench.raw_http import BrokenAnswer, ask
 from multilora_jax.bench.report import make_report, table
 from multilora_jax.bench.soak_clients import Clients
 from multilora_jax.bench.workload import command, option
@@ -106,11 +106,13 @@ async def _soak(
     start, rows = time.monotonic(), list[dict[str, Any]]()
     for number in range(work.samples):
         await asyncio.sleep(max(0.0, start + work.minutes * 60 * (number + 1) / work.samples - time.monotonic()))
-        rows.append(await _sample(process.pid, host, port, clients, time.monotonic() - start))
+        try:
+            rows.append(await _sample(process.pid, host, port, clients, time.monotonic() - start))
+        except (BrokenAnswer, OSError) as error:
+            clients.ledger.faults[f"/metrics does not answer: {error}"] += 1
+            break
         lines = table(rows, COLUMNS).split("\n")
         print(*lines[0 if len(rows) == 1 else -1 :], sep="\n", flush=True)
-        if process.poll() is not None:
-            break
     clients.stop()
     done = await asyncio.gather(*tasks, return_exceptions=True)
     failures = [f"{count} x {words}" for words, count in clients.ledger.faults.items()]

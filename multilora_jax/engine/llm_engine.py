@@ -262,22 +262,24 @@ class LLMEngine:
         with defer_interrupts():
             try:
                 self._step()
+                return self._take_outputs()
             except BaseException as error:
                 self._recovery.failure = error
                 raise
-        return self._take_outputs()
 
     def recover(self) -> list[RequestOutput]:
         """Goes on after a failed `step`, whose outputs it returns: see Recovery."""
-        self._launched = None
-        self._stats.failed_steps += 1
-        with self._books:
-            self._outputs += self._recovery.recover()
+        if self._recovery.failure is not None:
+            self._launched = None
+            self._stats.failed_steps += 1
+            with self._books:
+                self._outputs += self._recovery.recover()
         return self._take_outputs()
 
     def _take_outputs(self) -> list[RequestOutput]:
-        outputs, self._outputs = self._outputs, []
-        return self._fanout.merge(outputs, self.abort_request)
+        merged = self._fanout.merge(self._outputs, self.abort_request)
+        self._outputs = []
+        return merged
 
     def _step(self) -> None:
         if self._launched is None:

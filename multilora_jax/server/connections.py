@@ -78,6 +78,7 @@ class _Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     connections: set[Any]
     transport: Any
     cycle: Any
+    timeout_keep_alive_task: Any
     loop: asyncio.AbstractEventLoop
 
     def connection_made(self, transport: Any) -> None:
@@ -106,7 +107,11 @@ class _Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def _check(self) -> None:
         """Cuts a client off that has neither sent nor read anything for too long while that is its turn."""
         unsent = self.transport.get_write_buffer_size()
-        sends = self.cycle is None or (self.cycle.more_body and not self.cycle.response_complete)
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:  # uvicorn itself waits for a next request, until it begins
+            sends = self.timeout_keep_alive_task is None
+        else:
+            sends = cycle.more_body
         still = (unsent > 0 and unsent == self._unsent) or (sends and self._received == self._seen)
         self._num_silent = self._num_silent + 1 if still else 0
         self._unsent, self._seen = unsent, self._received
