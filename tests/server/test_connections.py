@@ -7,7 +7,7 @@ import json
 import resource
 import socket
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 import httpx
 import pytest
@@ -30,11 +30,14 @@ def serving(server, max_connections=50, client_timeout_s=30.0):
         yield port
 
 
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not within the time allowed"
-        time.sleep(0.01)
+@asynccontextmanager
+async def connected_to(server, **limits):
+    with serving(server, **limits) as port:
+        connection = await Connection.open("127.0.0.1", port)
+        try:
+            yield connection
+        finally:
+            connection.abort()
 
 
 def open_sockets(stack: ExitStack, port: int, number: int) -> list[socket.socket]:
@@ -90,8 +93,7 @@ async def test_thousands_of_connections_cost_no_more_than_the_bound(make_server,
 @pytest.mark.parametrize("start", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
                                    b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"])  # fmt: skip
 async def test_a_request_that_never_ends_is_cut_off(server, start):
-    with serving(server, client_timeout_s=0.4) as port:
-        connection = await Connection.open("127.0.0.1", port)
+    async with connected_to(server, client_timeout_s=0.4) as connection:
         await connection.send_raw(start)
         begun = time.monotonic()
         with pytest.raises(BrokenAnswer):
@@ -100,15 +102,13 @@ async def test_a_request_that_never_ends_is_cut_off(server, start):
 
 
 async def test_a_request_that_comes_slowly_is_served(server):
-    with serving(server, client_timeout_s=0.4) as port:
-        connection = await Connection.open("127.0.0.1", port)
+    async with connected_to(server, client_timeout_s=0.4) as connection:
         data = json.dumps(GOOD).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         for byte in (head + f"Content-Length: {len(data)}\r\n\r\n").encode() + data:
             await connection.send_raw(bytes([byte]))
             await asyncio.sleep(0.01)
         assert (await connection.head())[0] == 200
-        connection.abort()
 
 
 async def test_a_request_that_takes_long_is_not_cut_off(server):
@@ -116,7 +116,8 @@ async def test_a_request_that_takes_long_is_not_cut_off(server):
     server.engine.gate.clear()
     with serving(server, client_timeout_s=0.2) as port:
         answers = [
-            asyncio.create_task(ask("127.0.0.1", port, "POST", COMPLETIONS, {**GOOD, "stream": s})) for s in (0, 1)
+            asyncio.create_task(ask("127.0.0.1", port, "POST", COMPLETIONS, {**GOOD, "stream": s}))
+            for s in (False, True)
         ]
         await asyncio.sleep(1.0)
         server.engine.gate.set()
@@ -131,6 +132,7 @@ async def test_d14_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(m
     body = {"model": long_name, "prompt": "hi", "max_tokens": 50_000, "stream": True, "request_id": long_name}
     with serving(server, client_timeout_s=1.0) as port, ExitStack() as stack:
         [deaf] = open_sockets(stack, port, 1)
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         data = json.dumps(body).encode()
         head = (
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
@@ -141,7 +143,7 @@ async def test_d14_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(m
         while server.engine.requests:
             assert (await ask("127.0.0.1", port, "POST", COMPLETIONS, GOOD))[0] == 200
             answered += 1
-            assert time.monotonic() - begun < 30
+            assert time.monotonic() - begun < 120
         assert answered > 3
         await wait_for(lambda: server.async_engine.num_live_requests == 0)
         deaf.settimeout(5)
@@ -153,8 +155,7 @@ async def test_d14_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(m
 async def test_a_client_that_reads_slowly_gets_all_of_it(make_server):
     server = make_server(max_model_len=10_000)
     server.engine.script["hi"] = b"x" * 3000
-    with serving(server, client_timeout_s=0.5) as port:
-        connection = await Connection.open("127.0.0.1", port)
+    async with connected_to(server, client_timeout_s=0.5) as connection:
         await connection.send("POST", COMPLETIONS, {**GOOD, "max_tokens": 3000, "stream": True})
         assert (await connection.head())[0] == 200
         body, begun = b"", time.monotonic()
@@ -165,7 +166,6 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(make_server):
         events = events_of(body)
         assert events[-1] == "[DONE]"
         assert len("".join(event["choices"][0]["text"] for event in events[:-1])) == 3000
-        connection.abort()
 
 
 def test_descriptors_follow_the_connections_as_far_as_the_system_allows(monkeypatch, caplog):
