@@ -55,7 +55,9 @@ class Quarantine:
             blamed = suspects
         for seq in blamed:
             self._failures[seq] = self._failures.get(seq, 0) + 1
-        ended = [seq for seq in blamed if self._failures[seq] > (1 if len(blamed) == 1 else MAX_FAILURES)]
+        # Beside one that was cleared, a single one is not alone yet: the next time it will be.
+        most = 1 if len(suspects) == 1 else MAX_FAILURES
+        ended = [seq for seq in blamed if self._failures[seq] > most]
         left = [seq for seq in blamed if seq not in ended]
         middle = (len(left) + 1) // 2 if len(blamed) > 1 else len(left)
         self._groups[:0] = [left[:middle], left[middle:]]

@@ -57,7 +57,7 @@ def test_exactly_the_poisoned_are_ended(number, which, seats, need):
     ended, failures, _ = serve(seqs, poisoned, seats, need)
     assert set(ended) == poisoned
     assert len(ended) == len(poisoned)
-    assert failures <= len(poisoned) * (math.ceil(math.log2(max(2, seats))) + 3)
+    assert failures <= len(poisoned) * (math.ceil(math.log2(max(2, seats))) + 4)
 
 
 def test_one_of_a_large_batch_takes_a_step_for_each_halving():
@@ -72,6 +72,17 @@ def test_whoever_fails_once_alone_is_tried_again():
     assert quarantine.failed([seq]) == []
     assert quarantine.on_trial == [seq]
     assert quarantine.failed([seq]) == [seq]
+
+
+def test_one_beside_others_is_not_alone():
+    """A device that has memory for one sequence at a time serves them one at a time."""
+    quarantine, [first, second] = Quarantine(), sequences(2)
+    assert quarantine.failed([first, second]) == []
+    quarantine.passed([first])
+    assert quarantine.on_trial == [second]
+    assert quarantine.failed([first, second]) == []
+    assert quarantine.on_trial == [second]
+    assert quarantine.failed([second]) == [second]
 
 
 def test_what_fails_together_and_never_alone_costs_nobody_an_answer():
