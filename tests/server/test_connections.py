@@ -138,14 +138,14 @@ async def test_d14_a_client_that_reads_nothing_is_cut_off_and_its_request_ends(m
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
         )
         deaf.sendall(head.encode() + b"\r\n\r\n" + data)
-        await wait_for(lambda: bool(server.engine.requests))
+        await wait_for(lambda: bool(server.engine.requests), seconds=60)
         begun, answered = time.monotonic(), 0
         while server.engine.requests:
             assert (await ask("127.0.0.1", port, "POST", COMPLETIONS, GOOD))[0] == 200
             answered += 1
             assert time.monotonic() - begun < 120
         assert answered > 3
-        await wait_for(lambda: server.async_engine.num_live_requests == 0)
+        await wait_for(lambda: server.async_engine.num_live_requests == 0, seconds=60)
         deaf.settimeout(5)
         with suppress(ConnectionError):  # cut, not ended in order
             while data := deaf.recv(1 << 16):
