@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from multilora_jax.adapter_calls import AdapterCalls, without_loading
 from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
+from multilora_jax.engine_vitals import FAILING_PAUSE_S, EngineDeadError, Health
 from multilora_jax.errors import UnavailableError, UserError
 from multilora_jax.request import RequestOutput, SamplingParams
 from multilora_jax.request_stream import RequestStream, post, wake_all
@@ -31,17 +32,7 @@ Prompt = str | list[int] | dict[str, Any]
 Observer = Callable[[RequestOutput], None]
 
 
-class EngineDeadError(UnavailableError):
-    """The engine thread ended with an exception; nothing can be served until the process is restarted."""
-
-    def __init__(self, cause: BaseException):
-        super().__init__(
-            f"the engine stopped on an internal error ({type(cause).__name__}); see the log and restart the server",
-            reason="engine_dead",
-        )
-
-
-class AsyncEngine(AdapterCalls):
+class AsyncEngine(AdapterCalls, Health):
     """Serves an `LLMEngine` to asyncio callers; usable from several event loops at once.
 
     Args:
@@ -51,15 +42,13 @@ class AsyncEngine(AdapterCalls):
 
     def __init__(self, engine: LLMEngine, *, stall_after_s: float = 120.0):
         super().__init__(engine)
-        self.stall_after_s = stall_after_s
+        Health.__init__(self, stall_after_s)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
         self._observers: list[Observer] = []
-        self._cause_of_death: BaseException | None = None
         self._closing = False
         self._stopped = False
-        self._step_started: float | None = None
         self._last_stats = EngineStats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -191,13 +180,6 @@ class AsyncEngine(AdapterCalls):
                 await asyncio.wait_for(answer, timeout_s)
 
     @property
-    def healthy(self) -> bool:
-        """False once the engine thread has died or stopped, or while a step hangs."""
-        started = self._step_started
-        stalled = started is not None and time.monotonic() - started > self.stall_after_s
-        return self._cause_of_death is None and self._thread.is_alive() and not stalled
-
-    @property
     def num_live_requests(self) -> int:
         """Requests submitted and not yet finished."""
         return len(self._streams)
@@ -224,6 +206,7 @@ class AsyncEngine(AdapterCalls):
             raise EngineDeadError(self._cause_of_death)
         if self._closing:
             raise UnavailableError("the server is shutting down", reason="shutting_down")
+        self.check_moving()
 
     def _live_streams(self) -> list[RequestStream]:
         with self._lock:
@@ -261,21 +244,35 @@ class AsyncEngine(AdapterCalls):
                 if self._stopped:
                     return
                 if self.engine.has_unfinished_requests():
-                    self._step_started = time.monotonic()
-                    outputs = self.engine.step()
-                    self._step_started = None
-                    self._deliver(outputs)
+                    self._vitals.busy()
+                    self._deliver(self._step())
         except BaseException as error:
             log.exception("the engine thread died")
             self._die(error)
 
+    def _step(self) -> list[RequestOutput]:
+        try:
+            outputs = self.engine.step()
+        except Exception:
+            log.exception("a step failed; what was in it runs again")
+            self._vitals.failed()
+            outputs = self.engine.recover()
+            if self._vitals.trouble(self.stall_after_s) is not None:
+                time.sleep(FAILING_PAUSE_S)
+            return outputs
+        self._vitals.stepped()
+        return outputs
+
     def _run_commands(self, block: bool) -> None:
+        if block:
+            self._vitals.rest()
         while not self._stopped:
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 return
             block = False
+            self._vitals.busy()
             command()
 
     def _add(self, stream: RequestStream, *request: Any) -> None:

@@ -20,6 +20,7 @@ from multilora_jax.config_model import MODEL_SHAPE_DOC
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_server import ServerConfig
+from multilora_jax.config_serving import SERVING
 from multilora_jax.config_values import (
     check_range,
     is_hub_id,
@@ -222,6 +223,8 @@ class EngineConfig(ApiConfig, ServerConfig):
         repr=False,
         metadata=key_info("Bearer tokens, one of which every request must carry; none by default. See keys_file."),
     )
+    max_connections: int = field(default=1024, metadata=SERVING["max_connections"])
+    client_timeout_s: float = field(default=60.0, metadata=SERVING["client_timeout_s"])
     admin_keys: tuple[str, ...] = field(
         default=(),
         repr=False,

@@ -59,6 +59,26 @@ class UnavailableError(UserError):
     type = "ServiceUnavailableError"
 
 
+class StepFailedError(UserError):
+    """A request with which steps of the engine fail; the others go on."""
+
+    status = 500
+    type = "InternalServerError"
+
+    @classmethod
+    def of(cls, cause: BaseException) -> UserError:
+        """What the request is told: of its cause no more than the kind."""
+        if "RESOURCE_EXHAUSTED" in str(cause) or isinstance(cause, MemoryError):
+            return OverloadedError(
+                "the device ran out of memory on this request, alone too: shorten it, or try again later",
+                reason="out_of_memory",
+            )
+        return cls(
+            f"the engine failed on this request ({type(cause).__name__}), and on no other: see the server's log",
+            reason="step_failed",
+        )
+
+
 class RateLimitError(UserError):
     """More was asked for than may be: the queue is full, or an adapter's rate is exceeded."""
 

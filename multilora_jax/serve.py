@@ -6,6 +6,7 @@ once. The engine is built on the main thread (progress bars, signals), HTTP runs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -31,7 +32,9 @@ from multilora_jax.engine.host_memory import peak_memory_bytes
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.errors import ConfigError
 from multilora_jax.logs import log_to_stderr
+from multilora_jax.memory.allocator import PoolIntegrityError
 from multilora_jax.server.app import create_app
+from multilora_jax.server.connections import ConnectionLimits, fit_descriptors, make_protocol
 from multilora_jax.server.guard import Calls
 
 log = logging.getLogger("multilora_jax.serve")
@@ -60,7 +63,8 @@ def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit status.
 
     SIGTERM and SIGINT refuse new requests with 503 (/ready too), let running ones finish for drain_seconds and return
-    0; before the server is ready they end the process at once. A second SIGINT does not wait.
+    0; before the server is ready they end the process at once. A second SIGINT does not wait. The status is 1 where
+    HTTP ended by itself, or where the books of the pool disagree at the end.
 
     Raises:
         ConfigError: the address cannot be listened on, the certificate is bad, or the engine cannot be built from this
@@ -85,15 +89,36 @@ def serve(config: EngineConfig) -> int:
         gc.freeze()
         address = f"{'https' if config.ssl_certfile else 'http'}://{url_host(config.host)}:{listener.getsockname()[1]}"
         seconds = seconds_since_start()
-        print(engine.describe())
-        print(f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}")
-        print(f"\n{curl_line(engine, address)}\n", flush=True)
+        ready = f"ready after {seconds:.1f} s, peak memory {peak_memory_bytes() / 2**20:.0f} MiB, at {address}"
+        say(engine.describe(), ready, f"\n{curl_line(engine, address)}\n")
         status = http.wait(async_engine)
         async_engine.shutdown(drain=False)
         if app.state.tracing:
             app.state.tracing.close()
+    return status or check_end(async_engine)
+
+
+def check_end(async_engine: AsyncEngine) -> int:
+    """The exit status of a server that has stopped: 1 where its engine still hangs or lost count of its pool."""
+    if not async_engine.stopped:
+        log.error("stopped, but the engine hangs in a step")
+        return 1
+    try:
+        async_engine.engine.check_integrity()
+    except PoolIntegrityError as error:
+        log.error("stopped, but the books of the pool disagree: %s", error)
+        return 1
     log.info("stopped")
-    return status
+    return 0
+
+
+def say(*lines: str) -> None:
+    """Prints; a full disk or a closed pipe behind standard output is no reason to end a server."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError as error:
+        log.warning("standard output cannot be written to: %s", error)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in the old one's buffer would fail again
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
@@ -140,12 +165,13 @@ class _Http:
     """
 
     def __init__(self, app: Any, listener: socket.socket, config: EngineConfig):
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app, loop="asyncio", lifespan="off", log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=CLOSE_S, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
-            )
+        limits = fit_descriptors(ConnectionLimits(config.max_connections, config.client_timeout_s))
+        uvicorn_config = uvicorn.Config(
+            app, loop="asyncio", lifespan="off", log_level="warning", access_log=False, server_header=False,
+            http=make_protocol(limits), ws="none", timeout_graceful_shutdown=CLOSE_S,
+            ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
         )  # fmt: skip
+        self._server = uvicorn.Server(uvicorn_config)
         self._drain_s = config.drain_seconds
         self.calls: Calls | None = None
         self._deadline = math.inf
@@ -235,13 +261,22 @@ def curl_line(engine: LLMEngine, address: str) -> str:
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {data}"
 
 
+def end_process(status: int) -> None:
+    """Ends at once: threads that wait for a disk, or for a device that hangs, must not hold it up."""
+    logging.shutdown()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
+
+
 def main(_: list[str]) -> int:
     """Entry point of the command."""
     # jax reports every accelerator that it does not find at the level of information.
     logging.getLogger("jax").setLevel(logging.WARNING)
     config = flags.config_from_flags()
     log_to_stderr(config.log_format)
-    return serve(config)
+    end_process(serve(config))
+    return 0
 
 
 if __name__ == "__main__":

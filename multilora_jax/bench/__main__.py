@@ -10,6 +10,8 @@ python -m multilora_jax.bench quality --config FILE                             
 python -m multilora_jax.bench latency --config FILE --batch-size 8               times of one batch, step by step
 python -m multilora_jax.bench trace --dummy --policy fcfs,abort --sweep rate=1,2,4   S-LoRA's workloads under load
 python -m multilora_jax.bench serve --base-url URL --request-rate 4              times and goodput of a server
+python -m multilora_jax.bench overhead --config FILE                             what HTTP costs
+python -m multilora_jax.bench soak --config FILE --minutes 10                    a server under all that clients do
 python -m multilora_jax.bench peers --config FILE                                beside transformers and PEFT
 python -m multilora_jax.bench plot REPORT.json OUT.png                           a picture of what --json wrote
 """
@@ -23,11 +25,13 @@ from multilora_jax.bench import (
     adapters,
     latency,
     lookup,
+    overhead,
     peers,
     plot,
     prefix,
     quality,
     serve,
+    soak,
     structured,
     throughput,
     trace,
@@ -36,6 +40,7 @@ from multilora_jax.bench import (
 COMMANDS = {
     "throughput": throughput, "adapters": adapters, "prefix": prefix, "structured": structured, "quality": quality,
     "latency": latency, "serve": serve, "peers": peers, "plot": plot, "lookup": lookup, "trace": trace,
+    "soak": soak, "overhead": overhead,
 }  # fmt: skip
 
 if __name__ == "__main__":

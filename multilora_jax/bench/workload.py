@@ -40,7 +40,7 @@ def command(
 
     Args:
         workload: a dataclass of options.
-        measure: makes the report (see bench.report).
+        measure: makes the report (see bench.report); where it has `failures`, the exit status is 1.
         show: what is printed of it.
         num_seqs: max_num_seqs, whatever the file says, unless its flag is given; None leaves it alone.
     """
@@ -71,6 +71,6 @@ def command(
         report = measure(config, work)
         print(show(report))
         write_outputs(flag_values, report)
-        return 0
+        return 1 if report.get("failures") else 0
 
     return define_flags, main

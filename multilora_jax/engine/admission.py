@@ -50,6 +50,11 @@ class ActiveAdapters:
         self.users: dict[Any, int] = {}
         self.num_rows = 0
 
+    def clear(self) -> None:
+        """No sequence runs any more."""
+        self.users.clear()
+        self.num_rows = 0
+
     def obstacle(self, adapters: Iterable[Any]) -> Obstacle | None:
         """What keeps a sequence with these adapters from running now; None if nothing does."""
         users = self.users

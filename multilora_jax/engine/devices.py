@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ DEFAULT_CPU_POOL_BYTES = 1 << 30
 
 _STEP_RESERVE_BYTES = 1 << 30
 """Device memory left to a step's temporaries when the pool takes what remains."""
+
+log = logging.getLogger(__name__)
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
@@ -177,7 +180,11 @@ def set_compilation_cache(folder: str | None) -> Path:
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "multilora_jax"
     )
     path = Path(folder or os.path.join(root, "xla"))
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a full disk, or one that may not be written to: slower, but no reason not to serve
+        log.warning("compiled programs are not kept: %s", error)
+        return path
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

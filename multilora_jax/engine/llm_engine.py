@@ -19,17 +19,17 @@ from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.output import RequestState
 from multilora_jax.engine.policies import PolicyConfig, make_policy
+from multilora_jax.engine.recovery import Recovery
 from multilora_jax.engine.sampling_plans import SamplingPlans
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.start import load_model
 from multilora_jax.engine.step_results import LaunchedStep, StepResults
-from multilora_jax.errors import UnavailableError
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.config import PeftConfig
 from multilora_jax.memory.allocator import PageAllocator
 from multilora_jax.models.base_tensors import BaseTensors
-from multilora_jax.request import FinishReason, LoRARequest, RequestOutput, SamplingParams, Sequence
+from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams, Sequence
 from multilora_jax.tokenizer import Tokenizer
 
 _LOAD_WAIT_S = 0.02  # longest sleep of a step that has nothing to run because every request waits for its adapter
@@ -81,10 +81,11 @@ class LLMEngine:
         self._results = StepResults(
             self.runner, self.scheduler, self.adapters, self._requests, self._stats, self._books
         )
+        self._recovery = Recovery(self.runner, self.scheduler, self.adapters, self._results)
         self._launched: LaunchedStep | None = None
+        self._outputs: list[RequestOutput] = []
         on_cpu, ahead = self.runner.on_cpu, config.async_scheduling
         self._runs_ahead = not on_cpu if ahead is None else ahead
-        self._failure: BaseException | None = None
         self._compiled_at_warm_up = 0
 
     # Adapters
@@ -199,7 +200,7 @@ class LLMEngine:
             UserError: bad input, named; nothing was changed.
             RateLimitError: the queue is full, or its adapter gets more requests than it may; nothing was changed.
         """
-        self._check_alive()
+        self._recovery.check_alive()
         adapters, scales = self.adapters.resolve(lora_request)
         inputs = self.plans.inputs_for(adapters)
         text, token_ids = inputs.read_prompt(prompt)
@@ -255,65 +256,62 @@ class LLMEngine:
         Where steps run ahead (`async_scheduling`) the next one is on its way when this returns.
 
         Raises:
-            UnavailableError: an earlier step failed (`engine_failed`), which may have left the pool half written.
+            UnavailableError: an earlier step failed (`engine_failed`), and `recover` was not called.
         """
-        self._check_alive()
+        self._recovery.check_alive()
         with defer_interrupts():
             try:
-                return self._fanout.merge(self._step(), self.abort_request)
+                self._step()
+                return self._take_outputs()
             except BaseException as error:
-                self._failure = error
+                self._recovery.failure = error
                 raise
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise UnavailableError(
-                f"a step of this engine failed ({type(self._failure).__name__}: {self._failure}): build a new one",
-                reason="engine_failed",
-            )
+    def recover(self) -> list[RequestOutput]:
+        """Goes on after a failed `step`, whose outputs it returns: see Recovery."""
+        if self._recovery.failure is not None:
+            self._launched = None
+            self._stats.failed_steps += 1
+            with self._books:
+                self._outputs += self._recovery.recover()
+        return self._take_outputs()
 
-    def _step(self) -> list[RequestOutput]:
-        outputs = self._launch() if self._launched is None else []
+    def _take_outputs(self) -> list[RequestOutput]:
+        merged = self._fanout.merge(self._outputs, self.abort_request)
+        self._outputs = []
+        return merged
+
+    def _step(self) -> None:
+        if self._launched is None:
+            self._launch()
         step, self._launched = self._launched, None
         if step is None:
-            if not outputs and (self.scheduler.waits_for_loads or self.adapters.has_transfers):
+            if not self._outputs and (self.scheduler.waits_for_loads or self.adapters.has_transfers):
                 self.adapters.reader.wait(_LOAD_WAIT_S)  # whatever there is to do waits for an adapter's files
-            return outputs
+            return
         if self._runs_ahead and not self._results.must_be_read(step):
-            outputs += self._launch()
-        outputs += self._results.read(step)
+            self._launch()
+        self._recovery.running(step.plan, self._launched and self._launched.plan)
+        self._outputs += self._results.read(step)
+        self._recovery.passed(step)
         if self._launched is not None and not self._results.concerns_anybody(self._launched):
             self._launched = None
-        return outputs
 
-    def _launch(self) -> list[RequestOutput]:
-        """Plans a step and puts it on its way, if there is one; the outputs of requests that failed before it."""
+    def _launch(self) -> None:
+        """Plans a step and puts it on its way, if there is one."""
         start = time.perf_counter()
         with self._books:
-            failed = self._fail_sequences()
-            self.runner.write_pages(self.adapters.before_step())
+            self._recovery.planning()
+            self._outputs += self._results.fail_waiting()
+            self.runner.write_pages(self._recovery.writing(self.adapters.before_step()))
             transfers = self.adapters.transfers
             if self.scheduler.num_running:
                 self.runner.stage(*transfers.to_stage(), self.cache.pages_of, transfers.empty_seats)
             plan = self.scheduler.schedule()
             if plan is not None:
                 plan.ahead = transfers.to_stage()[1] if plan.after_idle else []
+                self._recovery.running(plan)
                 self._launched = LaunchedStep(plan, *self.runner.execute(plan, self.cache.pages_of), start)
-        return failed
-
-    def _fail_sequences(self) -> list[RequestOutput]:
-        """Ends the requests whose adapter could not be read again, and those that the policy gives up."""
-        outputs = []
-        given_up = dict(self.scheduler.given_up())
-        self.scheduler.refused.update(error.reason for seq, error in given_up.items() if not seq.index)
-        failed = dict(self.adapters.failed_sequences()) | given_up
-        for seq, error in failed.items():
-            state = self._requests.pop(seq.request_id)
-            self.scheduler.finish(seq, FinishReason.ERROR)
-            self.adapters.leave(seq)
-            state.fail(error)
-            outputs.append(state.output(time.monotonic()))
-        return outputs
 
     # Start and figures
 

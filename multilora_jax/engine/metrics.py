@@ -47,6 +47,7 @@ class EngineStats:
         tiers: (name, rank, tier, pinned) of each registered adapter that is in memory now; the tier is "resident" (in
             the pool), "loading" (on its way there) or "host". A name is there once, in the version that new requests
             get; neither is one there that is only on disk, nor a version that was unloaded or replaced.
+        failed_steps: steps that raised; what was in them was run again.
         steps: device steps run; step_seconds: seconds spent in them.
         steps_by_tokens: steps by how many tokens they ran, see STEP_TOKENS; step_tokens: tokens run in all of them.
         phase_seconds: seconds of the engine's thread in steps, by PHASES.
@@ -81,6 +82,7 @@ class EngineStats:
     accepted_tokens: int = 0
     compilations: int = 0
     tiers: list[tuple[str, int, str, bool]] = field(default_factory=list)
+    failed_steps: int = 0
     steps: int = 0
     step_seconds: float = 0.0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)

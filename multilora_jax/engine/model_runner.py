@@ -93,6 +93,23 @@ class ModelRunner:
         else:
             self.rows = RowBuffers(self.spec.geometry, self.programs, self._put, firsts, buckets)
 
+    def restart(self) -> None:
+        """After a failed step, which may have taken what it was to give back: buffers anew, the pool if it is gone.
+
+        What was in the pool is not worth anything afterwards.
+
+        Raises:
+            ConfigError: the device has no room for the pool.
+        """
+        self.rows.reset()
+        self._no_edits.clear()
+        self._sampled_S = self._put(np.zeros(max(shape.num_rows for shape in self.shapes), np.int32))
+        try:
+            self.pool.block_until_ready()  # an array that a failed program was to make raises here
+        except RuntimeError:
+            self.pool.delete()  # what there is of it must go first
+            self.pool = make_pool(self.spec.geometry, self.mesh)
+
     @property
     def num_compilations(self) -> int:
         """Programs compiled or loaded so far; it does not move after `warm_up`."""

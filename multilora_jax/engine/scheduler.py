@@ -28,7 +28,6 @@ their pages, and it may displace idle ones if it was overtaken too often or nobo
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +38,7 @@ from multilora_jax.engine.policies.base import Entry, Load, Policy
 from multilora_jax.engine.policies.gate import Gate, Rate
 from multilora_jax.engine.policies.pacer import StepPacer
 from multilora_jax.engine.prompt_lookup import add_proposals
+from multilora_jax.engine.scheduler_books import SchedulerBooks
 from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
 from multilora_jax.engine.waiting import WaitingQueue
 from multilora_jax.errors import UserError
@@ -48,7 +48,7 @@ from multilora_jax.memory.allocator import PageAllocator, PoolIntegrityError
 from multilora_jax.request import FinishReason, Sequence, SequenceStatus
 
 
-class Scheduler:
+class Scheduler(SchedulerBooks):
     """Queue and running set. Not thread-safe: one thread calls it, between steps.
 
     Before each step the engine lets AdapterTransfers bring adapters in. After it, it adds n to `num_computed_tokens`
@@ -285,22 +285,6 @@ class Scheduler:
         if load.num_waiting:
             load.free_seats = self.num_free_seats
         return load
-
-    def check_integrity(self) -> None:
-        """Prove the allocator's equation and that every page belongs to one running sequence or resident adapter.
-
-        Raises:
-            PoolIntegrityError: the books disagree.
-        """
-        self._allocator.check_integrity()
-        self._cache.check_integrity()
-        self._kv.prefix.check_integrity(Counter(p for e in self._running.values() for p in e.seq.page_ids))
-        if any(seq.page_ids for seq in self._waiting.sequences()):
-            raise PoolIntegrityError("a waiting sequence holds pages")
-        if len(self._waiting) + len(self._running) != len(self._live):
-            raise PoolIntegrityError(f"{len(self._live)} sequences are live but not each waits or runs")
-        if any(self._cache.references(adapter) != n for adapter, n in self.active.users.items()):
-            raise PoolIntegrityError("an adapter's references differ from the running sequences that use it")
 
     def _schedule_running(self, step: ScheduledStep, budget: PrefillBudget) -> None:
         """Rule 1."""

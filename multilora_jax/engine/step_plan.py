@@ -140,6 +140,11 @@ class ScheduledStep:
     after_idle: bool = False
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All that are in it."""
+        return [*self.decodes, *(seq for seq, _ in self.prefills)]
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prefills."""
         return sum(n for _, n in self.prefills)

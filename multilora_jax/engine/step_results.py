@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from multilora_jax.engine.model_runner import ModelRunner
 from multilora_jax.engine.output import RequestState
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.errors import StepFailedError
 from multilora_jax.models.sampler import StepOutput
 from multilora_jax.request import RequestOutput, Sequence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -86,7 +90,21 @@ class StepResults:
 
     def concerns_anybody(self, step: LaunchedStep) -> bool:
         """Whether a sequence of the step is still live."""
-        return any(map(self._state, (*step.plan.decodes, *(seq for seq, _ in step.plan.prefills))))
+        return any(map(self._state, step.plan.sequences))
+
+    def fail_waiting(self) -> list[RequestOutput]:
+        """Ends the requests whose adapter could not be read again, and those that the policy gives up."""
+        given_up = dict(self._scheduler.given_up())
+        self._scheduler.refused.update(error.reason for seq, error in given_up.items() if not seq.index)
+        failed = dict(self._adapters.failed_sequences()) | given_up
+        return [self.fail(seq, error) for seq, error in failed.items()]
+
+    def fail(self, seq: Sequence, error: Exception) -> RequestOutput:
+        """Ends a live sequence with an error; its last output. Call it with the lock held."""
+        state = self._requests[seq.request_id]
+        state.fail(error)
+        self._end(state)
+        return state.output(time.monotonic())
 
     def read(self, step: LaunchedStep) -> list[RequestOutput]:
         """Waits for a step; the outputs of the sequences that got a token, those ended meanwhile left out."""
@@ -110,8 +128,13 @@ class StepResults:
                 seq.num_in_flight -= 1
                 state = self._state(seq)
                 if state is not None:
-                    self._append(state, plan.proposals.get(seq, []), tokens, row, logprobs, now)
-                    outputs.append(state.output(now))
+                    proposed = plan.proposals.get(seq, [])
+                    try:
+                        self._append(state, proposed, tokens, row, logprobs, now)
+                        outputs.append(state.output(now))
+                    except Exception as error:  # of one request's text or grammar: no other's business
+                        log.exception("the token of request %r could not be taken", seq.request_id)
+                        outputs.append(self.fail(seq, StepFailedError.of(error)))
             self._scheduler.saw_step(plan, seconds)
         num_tokens = len(plan.decodes) + sum(count for _, _, count in built.chunks)
         phases = (step.launched_s - step.start_s, read_s - asked_s, time.perf_counter() - read_s)
@@ -145,9 +168,14 @@ class StepResults:
         seq.num_computed_tokens += kept
         self._stats.add_tokens(seq, len(proposed), kept)
         if state.finish_reason is not None:
-            self._scheduler.finish(seq, state.finish_reason)
-            del self._requests[seq.request_id]
-            self._adapters.leave(seq)
+            self._end(state)
+
+    def _end(self, state: RequestState) -> None:
+        """Takes a sequence that has its finish_reason out of the books."""
+        assert state.finish_reason is not None
+        self._scheduler.finish(state.seq, state.finish_reason)
+        del self._requests[state.seq.request_id]
+        self._adapters.leave(state.seq)
 
     def _take_prompt_logprobs(self, seq: Sequence, hidden: np.ndarray, first: int, count: int) -> None:
         """Records ln p of the prompt tokens that follow a chunk's positions and are not recorded yet."""

@@ -90,6 +90,10 @@ class AdapterTransfers:
         if not self._cache.is_resident(adapter):
             self._cache.unpin(adapter)
 
+    def restart(self) -> None:
+        """Forget what was under way; whatever is wanted is asked for again."""
+        self._fetching, self._turned_away, self._pages = {}, set(), {}
+
     def plan(self, waiting: Iterable[Sequence], busy: bool) -> list[tuple[PageWrite[Any], np.ndarray]]:
         """What to copy to the device before the next step; call it before every `Scheduler.schedule`.
 

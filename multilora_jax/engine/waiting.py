@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceABC
 from itertools import islice
 
@@ -24,6 +24,9 @@ class WaitingQueue:
         max_per_adapter: most running sequences of one adapter, None for no cap: those beyond it may not start.
         policy: orders the fresh ones of a priority; preempted ones are in the order of their arrival.
         load: what the policy is told.
+
+    Attributes:
+        only: while it is not empty, nobody else may start.
     """
 
     def __init__(self, policy: Policy, load: Load, max_per_adapter: int | None = None) -> None:
@@ -34,6 +37,7 @@ class WaitingQueue:
         self._entries: list[Entry] = []  # in the order of their keys
         self._held: dict[Entry, Sequence] = {}
         self._ordered: list[Entry] | None = None
+        self.only: frozenset[Sequence] = frozenset()
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._held)
@@ -74,8 +78,17 @@ class WaitingQueue:
         """The load has changed, so that the policy is asked for the order again."""
         self._ordered = None
 
+    def restart(self, live: Collection[Entry]) -> None:
+        """Begin anew with the live entries, those that ran among them; those held for a leader stay so."""
+        self._keys, self._entries, self._held = [], [], {e: leader for e, leader in self._held.items() if e in live}
+        for entry in live:
+            if entry not in self._held:
+                self.push(entry, preempted=entry.seq.first_scheduled_time is not None)
+
     def in_order(self) -> SequenceABC[Entry]:
         """The entries that may start, first first; valid until the queue changes."""
+        if self.only:
+            return [entry for entry in self._entries if entry.seq in self.only]
         if self._policy.is_static and self._max_per_adapter is None:
             return self._entries
         if self._ordered is None:

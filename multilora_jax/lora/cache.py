@@ -47,27 +47,27 @@ class AdapterCache(Generic[AdapterT]):
     ) -> None:
         cap = allocator.num_total if max_adapter_pages is None else min(max_adapter_pages, allocator.num_total)
         if cap < 1:
-            raise ConfigError(
-                f"max_adapter_pages must be at least 1, got {max_adapter_pages}",
-                reason="max_adapter_pages", param="max_adapter_pages",
-            )  # fmt: skip
-        self.order = EvictionOrder(policy)
-        self.max_adapter_pages = cap
+            what = f"max_adapter_pages must be at least 1, got {max_adapter_pages}"
+            raise ConfigError(what, reason="max_adapter_pages", param="max_adapter_pages")
+        self.order, self.max_adapter_pages = EvictionOrder(policy), cap
         self.hits = self.misses = self.loads = self.evictions = 0
         self.tally = UseTally()
         self._allocator = allocator
-        self._resident: dict[AdapterT, Residency] = {}
-        self._loading: dict[AdapterT, None] = {}  # first reserved first
         self._pinned: dict[AdapterT, None] = {}  # resident or not
         self._claims: Counter[AdapterT] = Counter()
-        self._expected: dict[AdapterT, Rank] = {}
-        self._next: frozenset[AdapterT] = frozenset()
-        self._fetching: set[AdapterT] = set()
         # Weak, because nothing may outlive an unloaded adapter's last request.
         self._dropped: weakref.WeakSet[AdapterT] = weakref.WeakSet()
         self._lost: weakref.WeakSet[AdapterT] = weakref.WeakSet()
-        self._adapter_pages = 0
         self._pinned_pages = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is resident any more; pins stay, allocator and order are cleared beside it."""
+        self._resident: dict[AdapterT, Residency] = {}
+        self._loading: dict[AdapterT, None] = {}  # first reserved first
+        self._expected: dict[AdapterT, Rank] = {}
+        self._next, self._fetching = frozenset[AdapterT](), set[AdapterT]()
+        self._adapter_pages = 0
 
     # What is where
 

@@ -46,10 +46,14 @@ class PageAllocator:
                 reason="pool_pages", param="pool_pages",
             )  # fmt: skip
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, 0, -1))
-        self._kinds = bytearray(num_pages)
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all pages back, whoever has them."""
+        self._free = list(range(self.num_pages - 1, 0, -1))
+        self._kinds = bytearray(self.num_pages)
         self._kinds[0] = _RESERVED
-        self._counts = [num_pages - 1, 0, 0, 0]
+        self._counts = [self.num_pages - 1, 0, 0, 0]
 
     @property
     def num_total(self) -> int:

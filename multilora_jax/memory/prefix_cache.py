@@ -84,6 +84,10 @@ class PrefixCache:
         self.queries = self.hits = 0
         self._allocator = allocator
         self._order = order
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all pages, those in use too; allocator and order are cleared beside it."""
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._users: dict[int, int] = {}  # of each page with a key; 0 for a cached one

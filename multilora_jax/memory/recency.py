@@ -50,11 +50,15 @@ class EvictionOrder:
                 reason="bad_value", param="lora_eviction_policy",
             )  # fmt: skip
         self.policy = policy
+        self._next_stamp = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all items; nobody is told."""
         self.num_pages = 0
         self._arrival: dict[Hashable, int] = {}
         self._idle: dict[Hashable, _Idle] = {}
         self._order: list[tuple[Rank, int, Hashable]] = []  # (rank, stamp, item); stamps are unique
-        self._next_stamp = 0
 
     def __len__(self) -> int:
         """Idle items."""

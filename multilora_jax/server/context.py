@@ -10,6 +10,7 @@ from typing import cast
 
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine_vitals import TROUBLES
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
 from multilora_jax.request import LoRARequest
 from multilora_jax.server.call import current_call
@@ -96,9 +97,10 @@ class ServerContext:
         return self._live
 
     def check_healthy(self) -> None:
-        """Raises UnavailableError while starting, and once the engine thread has died or hangs."""
-        if not self.engine.healthy:
-            raise UnavailableError("the engine is dead or hangs: restart the server", reason="engine_dead")
+        """Raises UnavailableError while starting, and once the engine thread has died, hangs or only fails."""
+        trouble = self.engine.trouble
+        if trouble is not None:
+            raise UnavailableError(TROUBLES[trouble], reason=trouble)
 
     def check_ready(self) -> None:
         """Raises UnavailableError where no request should be sent here: as check_healthy, and while draining."""

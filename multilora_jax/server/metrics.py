@@ -179,6 +179,7 @@ class ServerMetrics:
         yield gauge("multilora:pages", "Pages of the pool, by kind.", *(({"kind": k}, n) for k, n in kinds.items()))
         yield counter("multilora:recompiles", "Programs compiled after warm-up.", ({}, stats.compilations))
         yield counter("multilora:steps", "Device steps.", ({}, stats.steps))
+        yield counter("multilora:failed_steps", "Steps that failed and were run again.", ({}, stats.failed_steps))
         yield counter("multilora:step_seconds", "Seconds spent in steps.", ({}, stats.step_seconds))
         phases = [({"phase": phase}, seconds) for phase, seconds in zip(PHASES, stats.phase_seconds, strict=True)]
         yield counter("multilora:step_phase_seconds", "Seconds of the engine's thread, by what they went to.", *phases)

@@ -119,6 +119,10 @@ async def _send_event(send: Send, event: dict[str, Any]) -> None:
 
 async def merged(streams: list[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """(index of the stream, its output), as they come, until all are finished."""
+    if len(streams) == 1:  # most requests: no task for each token
+        async for output in streams[0]:
+            yield 0, output
+        return
     iterators = [aiter(stream) for stream in streams]
     pending: dict[asyncio.Task[RequestOutput | None], int] = {}
     try:

@@ -171,6 +171,13 @@ class FakeEngine(FakeAdapters):
         queue = list(self.requests.values())[:: -1 if self.newest_first else 1]
         return [self._advance(request) for request in queue[: self.max_num_seqs]]
 
+    def recover(self) -> list[RequestOutput]:
+        assert self.fail_step is not None
+        raise self.fail_step
+
+    def check_integrity(self) -> None:
+        """There are no pages."""
+
     def stats(self) -> EngineStats:
         running = list(self.requests.values())[: self.max_num_seqs]
         waiting = list(self.requests.values())[self.max_num_seqs :]
