@@ -33,7 +33,7 @@ from multilora_jax.request import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from multilora_jax.tokenizer import Tokenizer, _byte_level_alphabet
+from multilora_jax.tokenizer import Tokenizer, byte_level_alphabet
 from tests.server.fake_adapters import FakeAdapters
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden_tiny"
@@ -48,7 +48,7 @@ PAGE_TOKENS, PAGES = 16, 1000
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     """Token i is byte i; <s> is 256 and </s> 257."""
-    backend = tokenizers.Tokenizer(BPE(vocab=_byte_level_alphabet(), merges=[]))
+    backend = tokenizers.Tokenizer(BPE(vocab=byte_level_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
