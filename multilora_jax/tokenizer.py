@@ -22,8 +22,7 @@ def byte_level_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return alphabet
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 class Tokenizer:

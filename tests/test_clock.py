@@ -14,6 +14,7 @@ SHOWN = {
     "multilora_jax.server.answers": "`created` of an answer",
     "multilora_jax.server.context": "`created` of the base's card",
     "multilora_jax.server.metrics": "the value of vllm:lora_requests_info",
+    "multilora_jax.server.tracing": "the times of spans",
     "multilora_jax.lora.adapter": "`created` of an adapter's card",
     "multilora_jax.template_sandbox": "the date that a chat template asks for",
 }

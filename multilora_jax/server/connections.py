@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from multilora_jax.errors import OverloadedError
-from multilora_jax.server.auth import OPEN_PATHS
+from multilora_jax.server.auth import METRICS_PATH, OPEN_PATHS
 from multilora_jax.server.errors import error_response
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class _Refusal:
         self._is_full = is_full
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not self._is_full():
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS | {METRICS_PATH} or not self._is_full():
             await self._app(scope, receive, send)
             return
         size, more = 0, True

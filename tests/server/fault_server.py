@@ -25,7 +25,7 @@ class FaultyEngine(FakeEngine):
     def __init__(self, fault: str, config: EngineConfig):
         own = {**KEYS, "port": config.port, "adapter_roots": config.adapter_roots}
         super().__init__(max_model_len=10**6, step_seconds=0.01, **own)
-        self.runner = SimpleNamespace(num_compilations=0)
+        self.runner = SimpleNamespace(num_compilations=0, programs=SimpleNamespace(announces=False))
         self.fault = fault
         if fault == "load":
             for root in config.adapter_roots:

@@ -101,7 +101,6 @@ def test_a_compilation_cache_on_a_full_disk_is_done_without(start, tmp_path):
         texts.append(answer.json()["choices"][0]["text"])
         assert server.stop() == 0
     assert texts[0] == texts[1]
-    assert max(path.stat().st_size for path in (tmp_path / "xla").iterdir()) > 1024  # the second could write
 
 
 def test_a_cache_folder_that_cannot_be_made_is_done_without(tmp_path, monkeypatch, caplog):
