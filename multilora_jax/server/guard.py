@@ -115,6 +115,11 @@ class CallMiddleware:
         try:
             await self._app(scope, noted_receive, noted_send)
         except asyncio.CancelledError:
+            if self._calls.draining and not call.status:
+                # Cut off at the end of the drain: without an answer uvicorn would call it an internal error.
+                error = UnavailableError("the server was shut down: try again, it may be back", reason="shutting_down")
+                await error_response(error)(scope, receive, noted_send)
+                return
             call.gone = True
             raise
         except BaseException:

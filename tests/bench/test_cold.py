@@ -34,6 +34,7 @@ class CountedStorage(SlowStorage):
         return super().__call__(num_bytes)
 
 
+@pytest.mark.slow
 def test_command_measures_cold_adapters_with_prefetch_and_without(narrow_engines, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cold_bench, "SlowStorage", CountedStorage)
     monkeypatch.setattr(CountedStorage, "reads", [])

@@ -35,6 +35,7 @@ def tiny(**overrides) -> EngineConfig:
     return EngineConfig.from_yaml(TINY, overrides)
 
 
+@pytest.mark.slow
 def test_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "out.json"
     words = (

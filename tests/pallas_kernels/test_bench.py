@@ -16,6 +16,7 @@ from pallas_kernels.bench.report import Result, markdown
 from pallas_kernels.bench.timing import Clock
 
 
+@pytest.mark.slow
 def test_the_whole_script(tmp_path, capsys):
     files = ["--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
     assert main(["--device", "cpu", *files]) == 0
