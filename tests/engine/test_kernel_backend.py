@@ -85,8 +85,11 @@ def test_peft_s_numbers(golden_tiny):
         np.testing.assert_allclose(logits, expected["logits.1"], rtol=0, atol=2e-3, err_msg=str(lora))
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up(tmp_path):
-    engine = tiny_engine(narrow=False, kernel_backend="triton", **SIZES | {"max_num_seqs": 2, "max_rank_rows": 16})
+    engine = tiny_engine(
+        narrow=False, kernel_backend="triton", **SIZES | {"max_num_seqs": 2, "max_rank_rows": 16}, max_lora_rank=16
+    )
     engine.runner.shapes = [engine.runner.shapes[0], engine.runner.shapes[-1]]
     engine.warm_up()
     loras = [make_adapter(tmp_path / f"rank{rank}", engine, rank, rank) for rank in (1, 8, 16)]
