@@ -241,7 +241,7 @@ def digest(params: Any) -> str:
     for path, leaf in _leaves(params):
         array = np.asarray(leaf)
         hasher.update(repr((path, array.dtype.name, array.shape)).encode())
-        hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
 
 

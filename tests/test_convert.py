@@ -53,8 +53,11 @@ def test_shards_are_restored_by_the_processes_that_hold_them(golden_tiny, tmp_pa
         address = f"localhost:{free.getsockname()[1]}"
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.checkpoints_worker", str(tmp_path / "model")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    workers = [subprocess.Popen([*command, str(rank), address], cwd=ROOT, env=env, **pipes) for rank in range(2)]
+    pipe = subprocess.PIPE
+    workers = [
+        subprocess.Popen([*command, str(rank), address], cwd=ROOT, env=env, stdout=pipe, stderr=pipe)
+        for rank in range(2)
+    ]
     try:
         done = [worker.communicate(timeout=300) for worker in workers]
     finally:

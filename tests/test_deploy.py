@@ -23,7 +23,6 @@ import pytest
 import yaml
 
 from multilora_jax.config import EngineConfig
-from multilora_jax.serve import DRAIN_S
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "configs" / "deploy"
@@ -255,7 +254,7 @@ def test_the_unit_is_hardened():
 
 def test_the_unit_gives_requests_time_to_finish():
     service = unit()["Service"]
-    assert int(service["TimeoutStopSec"][0]) > DRAIN_S
+    assert int(service["TimeoutStopSec"][0]) > EngineConfig(model="m").drain_seconds
     command = service["ExecStart"][0].split()
     assert command[1:4] == ["-m", "multilora_jax.serve", "--config"]
     assert service["Restart"] == ["on-failure"], "a stop on purpose exits with 0"
@@ -315,7 +314,7 @@ def test_the_manifest_s_pod_is_probed_and_bounded():
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 900, "a first start compiles for minutes"
     assert container["resources"]["requests"].keys() == {"cpu", "memory"}
     assert "memory" in container["resources"]["limits"]
-    assert spec["terminationGracePeriodSeconds"] > DRAIN_S
+    assert spec["terminationGracePeriodSeconds"] > EngineConfig(model="m").drain_seconds
     assert spec["securityContext"]["runAsNonRoot"] is True
     user = f"{spec['securityContext']['runAsUser']}:{spec['securityContext']['runAsGroup']}"
     assert of(stages()[1], "USER") == [user]

@@ -17,6 +17,7 @@ from multilora_jax.bench.runs import Run, run_loop, run_once
 from multilora_jax.bench.throughput import Workload, fit_config, measure
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.engine.row_buffers import RowBuffers
 from multilora_jax.errors import ConfigError, UserError
 from tests.tiny_engine import narrowed
 
@@ -165,6 +166,7 @@ def test_a_run_has_buffers_of_its_own_size():
         assert run.loads == 2
         assert run.step_adapters[-1] == {"random-0", "random-1"}
         rows, buckets = engine.runner.rows, engine.runner.rows.buckets
+        assert isinstance(rows, RowBuffers)
         assert rows.rank_rows.bucket == min(b for b in buckets if b >= 32)
         again = run_once(engine, prompts, [one, None, None, None], 3, ids)
         assert again.loads == 0

@@ -16,11 +16,18 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
+from multilora_jax.engine.row_buffers import RowBuffers
 from multilora_jax.errors import ConfigError
 from multilora_jax.request import LoRARequest, SamplingParams
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_engine, run_all, tokens_of
 
 NEW_TOKENS = 24
+
+
+def row_layers(runner):
+    """The buffers of rank rows, per layer."""
+    assert isinstance(runner.rows, RowBuffers)
+    return runner.rows.layers
 
 
 def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np.ndarray], dict[str, Any]]:
@@ -53,7 +60,7 @@ def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np
         "pool_shards": sorted({shard.data.shape for shard in runner.pool.addressable_shards}),
         "pool_devices": len({shard.device for shard in runner.pool.addressable_shards}),
         "embed_shards": sorted({s.data.shape for s in runner.params["top"]["embed"].addressable_shards}),
-        "a_qkv_shards": sorted({s.data.shape for s in runner.rows.layers[0].a_qkv.addressable_shards}),
+        "a_qkv_shards": sorted({s.data.shape for s in row_layers(runner)[0].a_qkv.addressable_shards}),
         "pages_wrong": pages_wrong(engine),
     }
     return tokens, logits, facts
