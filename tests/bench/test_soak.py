@@ -16,7 +16,7 @@ from multilora_jax.server.thread import http_thread
 from tests.server.fake_engine import GOLDEN, FakeEngine
 from tests.server.harness import Server
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
 PATHS = {name: str(GOLDEN / "cases" / case) for name, case in (("a", "all_linear"), ("b", "attn_only"))}
 

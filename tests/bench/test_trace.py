@@ -173,6 +173,7 @@ def test_sweeps():
     assert read_sweep("cv=0.5") == ("cv", [0.5])
 
 
+@pytest.mark.slow
 def test_the_command_on_an_engine(run_tiny, monkeypatch, tmp_path, capsys):
     engines = []
 

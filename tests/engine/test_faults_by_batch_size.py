@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from multilora_jax.async_engine import AsyncEngine, EngineDeadError
-from multilora_jax.errors import AdapterError, NotFoundError, UserError
+from multilora_jax.async_engine import AsyncEngine
+from multilora_jax.errors import AdapterError, NotFoundError, StepFailedError, UserError
 from multilora_jax.request import LoRARequest, SamplingParams
 from tests.tiny_engine import TINY_MODEL, Request, greedy, make_engine, run_all, tiny_engine, tokens_of
 
@@ -316,13 +316,12 @@ def tables(output: Any) -> list[dict[int, float]]:
 
 
 @by_size
-def test_d27_an_engine_that_dies_fails_all_of_them(monkeypatch, size):
+def test_d27_steps_that_all_fail_fail_all_of_them_and_the_next_is_served(monkeypatch, size):
     engine = tiny_engine(enable_lora=False)
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(engine.runner, "execute", broken)
     server = AsyncEngine(engine)
 
     async def one(number: int) -> Any:
@@ -331,9 +330,13 @@ def test_d27_an_engine_that_dies_fails_all_of_them(monkeypatch, size):
     async def everybody() -> list[Any]:
         return await asyncio.gather(*map(one, range(size)), return_exceptions=True)
 
-    assert {type(error) for error in asyncio.run(everybody())} == {EngineDeadError}
-    assert not server.healthy
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", broken)
+        assert {type(error) for error in asyncio.run(everybody())} == {StepFailedError}
+    assert len(asyncio.run(one(0)).outputs[0].token_ids) == 4
+    assert server.healthy
     server.shutdown(drain=False)
+    engine.check_integrity()
 
 
 @by_size

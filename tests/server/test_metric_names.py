@@ -115,7 +115,7 @@ async def test_no_family_is_exported_twice_and_every_own_one_is_listed(server):
     told = {name.removesuffix("_total").removesuffix("_created") for name in types}
     unlisted = {name for name in told if name.startswith("multilora:")} - {n.removesuffix("_total") for n in NAMES}
     assert unlisted == {
-        "multilora:host_adapter_bytes", "multilora:host_adapters", "multilora:kernel_info",
+        "multilora:failed_steps", "multilora:host_adapter_bytes", "multilora:host_adapters", "multilora:kernel_info",
         "multilora:registered_adapters", "multilora:steps",
     }  # fmt: skip
 

@@ -18,6 +18,8 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 API, ADMIN = "sk-api-1234", "sk-admin-1234"
 WIDTHS = (360, 768, 1440)
+pytestmark = pytest.mark.slow
+
 SLOW_MS = 60_000  # a busy machine is no failure
 
 
