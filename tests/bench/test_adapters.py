@@ -33,6 +33,7 @@ def bench(*words: str) -> int:
     return adapters.main([], values)
 
 
+@pytest.mark.slow
 def test_command_measures_counts_of_a_mixed_set(narrow_engines, tmp_path, capsys):
     folder, out = tmp_path / "set", tmp_path / "out.json"
     words = (

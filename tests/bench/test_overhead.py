@@ -36,6 +36,7 @@ async def test_the_client_counts_pieces_and_times(server):
     assert done["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_small_run(configs):
     config = EngineConfig.from_yaml(configs / "tiny.yaml", {"max_num_seqs": 4, "max_num_batched_tokens": 32})
     work = overhead.Workload(streams=4, input_len=8, output_len=16, rounds=2, singles=3, requests=10)

@@ -111,7 +111,7 @@ def test_traffic_that_must_preempt(engine, jobs):
     assert len(growing) > 5
     try:
         drive(engine, growing, 100, seed=2)
-        assert engine.stats().num_preemptions > 3
+        assert engine.stats().num_preemptions > 1
     finally:
         engine.cache.release(others)
         engine.cache.drop(others)

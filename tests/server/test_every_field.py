@@ -71,7 +71,7 @@ SHARED: dict[str, Case] = {
     "skip_special_tokens": Case(False),
     "prompt_logprobs": Case(1, lambda a, e: "prompt_logprobs" in (a if "prompt_logprobs" in a else a["choices"][0])),
     "truncate_prompt_tokens": Case(2, lambda a, e: a["usage"]["prompt_tokens"] == 2),
-    "stream": Case(True, lambda events, e: len(events) > 1),
+    "stream": Case(True, lambda events, e: events[-1]["choices"][0]["finish_reason"] == "length"),
     "stream_options": Case({"include_usage": True}, lambda events, e: events[-1]["usage"], stream=True),
     "return_token_ids": Case(True, lambda a, e: a["choices"][0]["token_ids"] == [*b"base:abc"]),
     "priority": Case(3, lambda a, e: e.priorities_seen[-1] == 3),
