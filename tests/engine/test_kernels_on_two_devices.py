@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+import pytest
 
 
+@pytest.mark.slow
 def test_two_devices_give_peft_s_numbers(golden_tiny):
     """The base, adapters on all projections and DoRA, in one batch."""
     command = [sys.executable, "-W", "error", "-m", "tests.engine.kernels_worker", str(golden_tiny)]
