@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
 import pytest
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
