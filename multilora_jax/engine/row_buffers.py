@@ -26,11 +26,11 @@ from multilora_jax.models.rows import attention_rows, unit_columns
 
 PagesOf = Callable[[Adapter], list[int]]
 
-STAGE_SHARE = 0.125
+STAGE_SHARE = 0.06
 """Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
 
 MOST_STAGE_SHARE = 0.4
-"""The same where as large a share of the seats stands empty for it: then staging faster is worth slower steps."""
+"""The same where twice as large a share of the seats stands empty for it: then staging faster is worth slower steps."""
 
 _KEEP = 0.9  # of the moving average of a step's time
 
@@ -232,7 +232,7 @@ class RowBuffers:
         if not both:
             return
         target = self._now.rank_rows.target(both)
-        whole_s = min(max(STAGE_SHARE, empty_seats), MOST_STAGE_SHARE) * self._step_s
+        whole_s = min(max(STAGE_SHARE, empty_seats / 2), MOST_STAGE_SHARE) * self._step_s
         left_s = whole_s - spent_s
         side = self._now
         if target != self._now.rank_rows.bucket:
@@ -250,10 +250,11 @@ class RowBuffers:
         side.rank_rows.place(both, both)
         fresh: set[Adapter] = set()
         for adapter in both:
-            while (left_s > 0 or not fresh) and (copies := side.rank_rows.take_copies(adapter, 1)):
+            copy_s = self._copy_s[_modules(adapter)]
+            while (left_s >= copy_s or not fresh) and (copies := side.rank_rows.take_copies(adapter, 1)):
                 fresh.add(adapter)
                 self._insert(side, copies[0], pool, pages_of)
-                left_s -= self._copy_s[_modules(adapter)]
+                left_s -= copy_s
         if side is self._next and all(map(side.rank_rows.holds, both)):
             side.rank_rows.changed = True
             self._now, self._next = side, None

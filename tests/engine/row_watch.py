@@ -44,11 +44,11 @@ def take(engine, monkeypatch, seconds):
 
 
 def allow(engine, monkeypatch, blocks):
-    """Lets a step copy so many blocks of rows beside its sequences; a part of one counts as one."""
+    """Lets a step copy so many whole blocks of rows beside its sequences, one at least."""
     rows = engine.runner.rows
     monkeypatch.setattr(rows, "_step_s", 4.0)
     monkeypatch.setattr(rows, "saw_step", lambda seconds: None)
-    take(engine, monkeypatch, STAGE_SHARE * 4.0 / blocks * (1 + 1e-9))  # not one more by rounding
+    take(engine, monkeypatch, STAGE_SHARE * 4.0 / blocks * (1 - 1e-9))  # not one less by rounding
 
 
 @dataclass

@@ -49,7 +49,7 @@ def test_d17_rows_arrive_in_slices_beside_the_old_buffers(engine, recorder, tmp_
     engine.add_request("cold", PROMPT, greedy(6), cold)
     steps = watch.until(lambda: "cold" in watch.outputs)
 
-    most, moved = math.ceil(budget), LARGE + bool(stream_rank)  # what the stream uses goes along
+    most, moved = max(1, math.floor(budget)), LARGE + bool(stream_rank)  # what the stream uses goes along
     copied = [step.staged for step in steps if step.staged]
     assert all(1 <= len(names) <= most for names in copied)
     assert len(copied) == math.ceil(moved / most)
@@ -147,10 +147,18 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
     rows.rank_rows.reset(64)
     rows._now.layers += rows._programs.get("rows", 64)()
     monkeypatch.setattr(rows, "_insert", lambda *args: copied.append(args))
-    take(engine, monkeypatch, STAGE_SHARE)  # a block in a step of a second
-    for seconds, spent, blocks in ((0.0, 0.0, 1), (2.0, 0.0, 2), (3.0, 1.0, 2), (3.0, 4.0, 1), (0.5, 0.0, 1)):
+    take(engine, monkeypatch, STAGE_SHARE * (1 - 1e-9))  # a block in a step of a second
+    for seconds, spent, blocks in (
+        (0.0, 0.0, 1),
+        (2.0, 0.0, 2),
+        (2.9, 0.0, 2),
+        (3.0, 1.0, 2),
+        (3.0, 4.0, 1),
+        (0.5, 0.0, 1),
+    ):
         rows._step_s = 0.0
         rows.saw_step(seconds)
+        rows.rank_rows.reset(64)
         copied.clear()
         # What pages written before the step took is of the same share.
         rows.stage([], adapters, engine.runner.pool, lambda adapter: [], spent_s=spent * STAGE_SHARE)
@@ -158,7 +166,7 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
     # And more of it where seats stand empty, within bounds.
     rows._step_s = 0.0
     rows.saw_step(2.0)
-    for empty, blocks in ((0.1, 2), (0.25, 4), (0.9, math.ceil(2 * MOST_STAGE_SHARE / STAGE_SHARE))):
+    for empty, blocks in ((0.1, 2), (6 * STAGE_SHARE, 6), (0.9, math.floor(2 * MOST_STAGE_SHARE / STAGE_SHARE))):
         copied.clear()
         rows.rank_rows.reset(64)
         rows.stage([], adapters, engine.runner.pool, lambda adapter: [], empty_seats=empty)
