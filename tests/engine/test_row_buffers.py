@@ -165,8 +165,8 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
         assert len(copied) == blocks
     # And more of it where seats stand empty, within bounds.
     rows._step_s = 0.0
-    rows.saw_step(2.0)
-    for empty, blocks in ((0.1, 2), (6 * STAGE_SHARE, 6), (0.9, math.floor(2 * MOST_STAGE_SHARE / STAGE_SHARE))):
+    rows.saw_step(1.0)
+    for empty, blocks in ((0.1, 1), (6 * STAGE_SHARE, 3), (0.9, math.floor(MOST_STAGE_SHARE / STAGE_SHARE))):
         copied.clear()
         rows.rank_rows.reset(64)
         rows.stage([], adapters, engine.runner.pool, lambda adapter: [], empty_seats=empty)
