@@ -35,6 +35,9 @@ class EngineDeadError(UnavailableError):
     """The engine thread ended with an exception; nothing can be served until the process is restarted."""
 
     def __init__(self, cause: BaseException):
+        if isinstance(cause, UnavailableError):
+            super().__init__(cause.message, reason=cause.reason)
+            return
         super().__init__(
             f"the engine stopped on an internal error ({type(cause).__name__}); see the log and restart the server",
             reason="engine_dead",
@@ -194,6 +197,10 @@ class AsyncEngine(AdapterCalls):
         """Requests submitted and not yet finished."""
         return len(self._streams)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of that id was submitted and is not yet finished."""
+        return request_id in self._streams
+
     def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Refuse new requests, finish the running ones (if `drain`) for at most `timeout` seconds, stop the thread.
 
@@ -259,7 +266,7 @@ class AsyncEngine(AdapterCalls):
                     self._deliver(outputs)
         except BaseException as error:
             log.exception("the engine thread died")
-            self._die(error)
+            self.fail(error)
 
     def _run_commands(self, block: bool) -> None:
         while not self._stopped:
@@ -336,7 +343,8 @@ class AsyncEngine(AdapterCalls):
         for stream in self._fail_all(lambda: UnavailableError("the server was shut down", reason="shutting_down")):
             self.engine.abort_request(stream.request_id)
 
-    def _die(self, cause: BaseException) -> None:
+    def fail(self, cause: BaseException) -> None:
+        """End every request and accept none, from any thread: the engine's own may be stuck in a step for good."""
         with self._lock:
             self._cause_of_death = cause
         self._fail_all(lambda: EngineDeadError(cause))

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from multilora_jax.config_parallel import PARALLEL
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_values import (
@@ -85,6 +86,10 @@ class EngineConfig:
     tensor_parallel_size: int = field(
         default=1, metadata=key_info("Devices that the model and the pool are split over.", low=1)
     )
+    data_parallel_size: int = field(default=1, metadata=PARALLEL["data_parallel_size"])
+    num_hosts: int = field(default=1, metadata=PARALLEL["num_hosts"])
+    host_rank: int = field(default=0, metadata=PARALLEL["host_rank"])
+    coordinator: str | None = field(default=None, metadata=PARALLEL["coordinator"])
 
     # Adapters
     enable_lora: bool = field(default=True, metadata=key_info("Whether adapters may be loaded at all."))

@@ -28,14 +28,21 @@ import uvicorn
 from multilora_jax import flags
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.hosts import HostLostError, exit_without
 from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.engine.start import load_model
 from multilora_jax.errors import ConfigError
+from multilora_jax.replicas import ReplicatedEngine
 from multilora_jax.server.app import create_app
 
 log = logging.getLogger("multilora_jax.serve")
 
 DRAIN_S = 30
 """Seconds that running requests get to finish after SIGTERM or SIGINT."""
+
+
+LAST_ANSWERS_S = 2.0
+"""Seconds that answers about a lost host get to reach their clients."""
 
 
 def seconds_since_start() -> float:
@@ -57,19 +64,27 @@ def serve(config: EngineConfig) -> int:
     SIGTERM and SIGINT stop accepting, let running requests finish for DRAIN_S and return 0; before the server is
     ready they end the process at once. A second SIGINT does not wait.
 
+    Of several hosts only the first listens; the others repeat its steps until it ends.
+
     Raises:
         ConfigError: the address cannot be listened on, or the engine cannot be built from this configuration.
     """
+    if config.host_rank:
+        return follow(config)
     with listen(config.host, config.port) as listener:
         app = create_app(None, config)
         http = _Http(app, listener)
         try:
-            engine = build_engine(config)
+            engines = [build_engine(config, replica) for replica in range(config.data_parallel_size)]
         except BaseException:
             http.stop()
             raise
-        async_engine = AsyncEngine(engine)
+        engine, replicas = engines[0], [AsyncEngine(engine) for engine in engines]
+        async_engine: Any = replicas[0] if len(replicas) == 1 else ReplicatedEngine(replicas)
         app.state.context.attach(async_engine)
+        hosts = engine.runner.programs.hosts
+        if hosts is not None:
+            hosts.on_lost(lambda error: end_without_host(replicas[0], error))
         # What is there now stays for as long as the process: searching it for garbage takes 60
         # milliseconds and more (SmolLM2-135M), in the middle of some step.
         gc.collect()
@@ -81,12 +96,34 @@ def serve(config: EngineConfig) -> int:
         print(f"\n{curl_line(engine, address)}\n", flush=True)
         status = http.wait(lambda: async_engine.num_live_requests)
         async_engine.shutdown(drain=False)
+        if hosts is not None:
+            hosts.stop()
     log.info("stopped")
     return status
 
 
-def build_engine(config: EngineConfig) -> LLMEngine:
-    """The engine, warmed up if the configuration asks for it; tells what it is at, on stderr.
+def follow(config: EngineConfig) -> int:
+    """What a host does that is not the first: its part of every step; returns the exit status."""
+    log.info("loading %s on host %d of %d", config.model, config.host_rank, config.num_hosts)
+    runner = load_model(config, progress=False).runner
+    log.info("host %d follows %s", config.host_rank, config.coordinator)
+    assert runner.programs.hosts is not None
+    status = runner.programs.hosts.follow(runner.programs)
+    if status:
+        exit_without(status)
+    return status
+
+
+def end_without_host(async_engine: AsyncEngine, error: HostLostError) -> None:
+    """Answers what is under way with the error, then ends the process, whose steps may never return."""
+    async_engine.fail(error)
+    time.sleep(LAST_ANSWERS_S)
+    log.error("stopping: %s", error.message)
+    exit_without(1)
+
+
+def build_engine(config: EngineConfig, replica: int = 0) -> LLMEngine:
+    """The engine, or one of several, warmed up if the configuration asks for it; tells what it is at, on stderr.
 
     On a terminal progress bars do; elsewhere each redrawn bar would be one more line of a log.
     """
@@ -96,8 +133,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         if not bars:
             log.info(text, *values)
 
-    tell("loading %s", config.model)
-    engine = LLMEngine(config, progress=bars)
+    tell("loading %s%s", config.model, f" (replica {replica})" if config.data_parallel_size > 1 else "")
+    engine = LLMEngine(config, progress=bars, replica=replica)
     if config.warm_up:
         tell("compiling every batch shape (--no-warm-up leaves it to the requests)")
         engine.warm_up()

@@ -24,15 +24,17 @@ _STEP_RESERVE_BYTES = 1 << 30
 """Device memory left to a step's temporaries when the pool takes what remains."""
 
 
-def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """Mesh ("data", "model") of shape (1, tp) over the first devices."""
-    devices = jax.devices()
-    if len(devices) < tensor_parallel_size:
+def make_mesh(tensor_parallel_size: int, replica: int = 0, num_replicas: int = 1) -> Mesh:
+    """Mesh ("data", "model") of one replica: row `replica` of the first devices laid out [num_replicas, tp]."""
+    devices, tp = jax.devices(), tensor_parallel_size
+    if len(devices) < tp * num_replicas:
+        copies = f" with data_parallel_size {num_replicas} needs {tp * num_replicas} devices"
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} needs as many devices, jax sees {len(devices)} "
-            f"({devices[0].platform})", reason="too_few_devices", param="tensor_parallel_size",
+            f"tensor_parallel_size {tp}{copies if num_replicas > 1 else ' needs as many devices'}, jax sees "
+            f"{len(devices)} ({devices[0].platform})", reason="too_few_devices", param="tensor_parallel_size",
         )  # fmt: skip
-    return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size), ("data", "model"))
+    grid = np.asarray(devices[: tp * num_replicas]).reshape(num_replicas, tp)
+    return Mesh(grid[replica : replica + 1], ("data", "model"))
 
 
 def choose_dtype(dtype: str) -> str:

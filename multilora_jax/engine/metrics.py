@@ -42,6 +42,7 @@ class EngineStats:
             get; neither is one there that is only on disk, nor a version that was unloaded or replaced.
         steps: device steps run; step_seconds: seconds spent in them.
         attention_backend: what computes attention, see LlamaSpec.
+        replicas: the parts that these figures are the sums of, where there are several engines.
     """
 
     num_running: int = 0
@@ -75,6 +76,7 @@ class EngineStats:
     steps: int = 0
     step_seconds: float = 0.0
     attention_backend: str = "xla"
+    replicas: list[EngineStats] = field(default_factory=list)
 
     def add_step(self, seconds: float) -> None:
         """Counts a step."""

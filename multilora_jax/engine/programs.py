@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.edits import empty_edits
+from multilora_jax.engine.hosts import Hosts
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
 from multilora_jax.engine.vocab_tables import empty_tables
 from multilora_jax.lora.layout import Reach
@@ -90,13 +91,14 @@ def finish(
         x = x.T
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
-    columns, wanted = spec.features_first, jnp.any(sampling.num_logprobs_S >= 0)
+    layout: Any = {"columns": spec.features_first, "axis_name": spec.axis_name}
     if edits is None:
-        token_S = sample(logits_SV, sampling, columns=columns)
+        token_S = sample(logits_SV, sampling, **layout)
     else:
-        token_S = sample(edit_logits(logits_SV, edits), sampling)
+        token_S = sample(edit_logits(logits_SV, edits, spec.axis_name), sampling, axis_name=spec.axis_name)
     # The same with and without edits, to the last bit: a row must not see whether its neighbours have any.
-    logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, columns=columns)
+    wanted = jnp.any(sampling.num_logprobs_S >= 0)
+    logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, **layout)
     return StepOutput(jnp.pad(token_S, (0, max_rows - len(token_S))), *logprobs, hidden)
 
 
@@ -141,7 +143,7 @@ def block_logprobs(
 ) -> Any:
     """token_logprobs of the positions of one prefill block; hidden in the activation layout."""
     logits_QV = compute_logits(top, hidden, spec=spec, vocab=vocab)
-    return token_logprobs(logits_QV, target_Q, vocab_Q, jnp.bool_(True))
+    return token_logprobs(logits_QV, target_Q, vocab_Q, jnp.bool_(True), axis_name=spec.axis_name)
 
 
 def layer_group(num_layers: int, platform: str) -> int:
@@ -164,6 +166,7 @@ class Programs:
 
     Attributes:
         num_compilations: programs compiled, or loaded from the persistent cache, so far.
+        hosts: the other hosts of the model, which run every program too; None where there are none.
         group: layers of one `layers` program.
     """
 
@@ -181,6 +184,7 @@ class Programs:
         self.mesh = mesh
         self.group = layer_group(spec.config.num_layers, mesh.devices.flat[0].platform)
         self.num_compilations = 0
+        self.hosts: Hosts | None = None
         self._params = params
         self._specs = param_specs(spec)
         self._pool: Any = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
@@ -202,6 +206,9 @@ class Programs:
         program = self._programs.get(key)
         if program is None:
             program = getattr(self, f"_{key[0]}")(*key[1:]).compile()
+            if self.hosts is not None and self.hosts.rank == 0:
+                self.hosts.compile(key)
+                program = functools.partial(self.hosts.call, key, program)
             with self._lock:
                 self.num_compilations += key not in self._programs
                 program = self._programs.setdefault(key, program)
@@ -302,7 +309,9 @@ class Programs:
         return write_page.lower(self._pool, self.abstract(page, P(None, "model")), self.abstract(np.int32(0)))
 
     def _read_page(self) -> Any:
-        return read_page.lower(self._pool, self.abstract(np.int32(0)))
+        # Of several hosts the one that reads has only its own devices' part.
+        whole = None if self.hosts is None else NamedSharding(self.mesh, P())
+        return jax.jit(read_page, out_shardings=whole).lower(self._pool, self.abstract(np.int32(0)))
 
     def _logprobs(self, extended: bool) -> Any:
         width, block = self.spec.config.hidden_size, self.spec.prefill_block

@@ -45,7 +45,6 @@ def write_page(pool: jax.Array, page_LE: jax.Array | np.ndarray, page_id: jax.Ar
     return jax.lax.dynamic_update_slice(pool, page_LE[:, None], (0, page_id, 0))
 
 
-@jax.jit
 def read_page(pool: jax.Array, page_id: jax.Array | np.ndarray) -> jax.Array:
     """One page of the pool: uint[L, E]; the inverse of `write_page`."""
     return jax.lax.dynamic_index_in_dim(pool, page_id, 1, keepdims=False)

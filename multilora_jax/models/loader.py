@@ -20,6 +20,7 @@ from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama
 from multilora_jax.models.quantised import QuantWeight, quantise
 from multilora_jax.models.rope import rope_tables
+from multilora_jax.models.shards import place
 
 MODEL_AXIS = "model"
 """Mesh axis of tensor parallelism."""
@@ -61,7 +62,7 @@ class ParamRecord:
 def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     """The parameters of one layer."""
     c = spec.config
-    D, F, Q, KV = c.hidden_size, c.ffn_size, c.q_dim, c.kv_dim
+    D, F, Q, KV = c.hidden_size, c.ffn_size, c.q_dim, spec.geometry.kv_dim
     column, row = P(MODEL_AXIS, None), P(None, MODEL_AXIS)
     prefix = f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -137,18 +138,25 @@ def load_llama(
                 tensors = (_dummy(shapes[source], record.scale, rng) for source in record.sources)
             else:
                 tensors = (checkpoint.tensor(source) for source in record.sources)
-            whole = _join(spec, record, tensors)
+            heads = (repeat_heads(spec, *pair) for pair in zip(record.sources, tensors, strict=True))
+            whole = _join(spec, record, heads)
             placed = jax.tree.map(
                 lambda p: NamedSharding(mesh, p), record.partition, is_leaf=lambda p: isinstance(p, P)
             )
-            made[record.name] = jax.device_put(quantise(whole) if record.quantised else whole, placed)
+            made[record.name] = jax.tree.map(place, quantise(whole) if record.quantised else whole, placed)
         return made
 
     top = build(top_records(spec))
     for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
-        top[name] = jax.device_put(table, NamedSharding(mesh, P()))
+        top[name] = place(table, NamedSharding(mesh, P()))
     layers = [build(layer_records(spec, layer)) for layer in progress(range(spec.config.num_layers))]
     return Llama(spec, top, layers)
+
+
+def repeat_heads(spec: LlamaSpec, source: str, tensor: np.ndarray) -> np.ndarray:
+    """A checkpoint tensor with the outputs of k_proj and v_proj as the shards hold them, see PoolGeometry."""
+    module = source.split(".")[-2]
+    return spec.geometry.repeat_heads(module, tensor.T).T
 
 
 def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -> np.ndarray:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from multilora_jax.engine.metrics import REFUSALS, EngineStats
 from multilora_jax.request import RequestMetrics, RequestOutput
+from multilora_jax.server.replica_metrics import replica_families
 
 if TYPE_CHECKING:
     from multilora_jax.engine.llm_engine import LLMEngine
@@ -137,6 +138,7 @@ class ServerMetrics:
         yield counter("multilora:step_seconds", "Seconds spent in steps.", ({}, stats.step_seconds))
         yield from self._adapters_in_use(stats, engine)
         yield from self._adapter_tiers(stats)
+        yield from replica_families(stats, self._gauge, self._counter)
 
     def _adapters_in_use(self, stats: EngineStats, engine: LLMEngine) -> Iterator[Metric]:
         lists = {
