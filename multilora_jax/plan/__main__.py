@@ -39,6 +39,11 @@ def define_flags() -> None:
     """Defines the configuration's flags and the planner's own."""
     flags.define_flags()
     absl_flags.DEFINE_bool("compile", False, "Compile the largest step for the mesh and read what it takes.")
+    absl_flags.DEFINE_integer(
+        "compile_layers", 0,
+        "Layers of the compiled step, a divisor of the model's; the others are counted like them. By default all.",
+        lower_bound=0,
+    )  # fmt: skip
     absl_flags.DEFINE_enum("device", "h200", tuple(MEMORY_GB), "What to plan for, and to compile for.")
     absl_flags.DEFINE_integer("tp", None, "Devices that share one model; by default tensor_parallel_size.")
     absl_flags.DEFINE_float("memory_gb", None, "Memory of each device in GB (10^9 bytes); by default the device's own.")
@@ -63,7 +68,9 @@ def plan_of(config: EngineConfig, model: ModelConfig, f: Any) -> tuple[Plan, Siz
     most = config.max_rank_rows if config.enable_lora else 0
     buckets = row_buckets(most, fine=f.device == "cpu") if most else []
     length = devices.max_model_len(config, model)
-    sizes = Sizes(config.max_num_seqs, config.max_num_batched_tokens, length, *(*buckets[::-1], 0, 0)[:2])
+    sizes = Sizes(
+        config.max_num_seqs, config.max_num_batched_tokens, length, *(*buckets[::-1], 0, 0)[:2], config.prefill_block
+    )
     memory_gb = f.memory_gb or MEMORY_GB[f.device]
     one = model.geometry(2, config.page_tokens, tp, dtype)
     num_pages = config.pool_pages
@@ -97,6 +104,13 @@ def compiled(f: Any, mesh: Mesh, spec: LlamaSpec, sizes: Sizes) -> CompiledStep:
     step = StepSizes(sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len, sizes.max_rank_rows)
     with assumed(f.device, mesh):
         programs, shapes, buckets = target_programs(spec, mesh, step)
+        if f.compile_layers:
+            if spec.config.num_layers % f.compile_layers:
+                raise ConfigError(
+                    f"compile_layers {f.compile_layers} does not divide the model's {spec.config.num_layers} layers",
+                    reason="bad_value", param="compile_layers",
+                )  # fmt: skip
+            programs.group = f.compile_layers
         rows = buckets[-1] if buckets else 0
         return compile_step(programs, shapes[-1], rows, lambda line: print(line, file=sys.stderr, flush=True))
 

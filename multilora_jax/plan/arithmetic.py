@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from multilora_jax.engine.step_plan import max_blocks
 from multilora_jax.errors import ConfigError
 from multilora_jax.memory.geometry import MODULES, PoolGeometry
 from multilora_jax.models.config import ModelConfig
@@ -23,7 +24,7 @@ class Sizes:
     """The largest step of an engine; keys of the configuration but for the last.
 
     Attributes:
-        max_num_seqs, max_num_batched_tokens, max_model_len, max_rank_rows: see EngineConfig.
+        max_num_seqs, max_num_batched_tokens, max_model_len, max_rank_rows, prefill_block: see EngineConfig.
         next_rank_rows: rows of the buffers that may be filled beside those in use; 0 where there is one size only.
     """
 
@@ -33,10 +34,17 @@ class Sizes:
     max_rank_rows: int = 512
     next_rank_rows: int = 256
 
+    prefill_block: int = 32
+
     @property
     def num_tokens(self) -> int:
         """T of the largest step."""
         return self.max_num_seqs + self.max_num_batched_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """S of the largest step: rows that may sample."""
+        return self.max_num_seqs + max_blocks(self.max_num_batched_tokens, self.prefill_block)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Plan:
         adapter_pages: of one adapter.
         num_adapters: as asked for.
         kv_tokens: tokens of KV in the pages that these adapters leave.
-        exchanges: what the devices send each other in a step of the largest size.
+        exchanges: what the devices send each other in a step of max_num_seqs decodes.
     """
 
     weights: int
@@ -117,11 +125,11 @@ def temporary_bytes(model: ModelConfig, geometry: PoolGeometry, sizes: Sizes) ->
     T, tp, size = sizes.num_tokens, geometry.tp, geometry.storage_dtype.itemsize
     D, F, V = model.hidden_size, model.ffn_size, geometry.vocab_rows
     attention = T * (_F32 + size) * (2 * model.q_dim + 2 * geometry.kv_dim) // tp
-    mlp = T * (_F32 * 4 * F + size * F) // tp
+    mlp = T * (_F32 * 3 + size) * F // tp
     rank_rows = T * sizes.max_rank_rows * 3 * (_F32 + size)
     residual = T * D * (3 * _F32 + size)
-    logits = 3 * _F32 * 2 * sizes.max_num_seqs * V // tp
-    return residual + max(attention + rank_rows, mlp + rank_rows, logits)
+    logits = 4 * _F32 * sizes.num_rows * V // tp
+    return max(residual + max(attention, mlp) + rank_rows, logits + T * D * (_F32 + size))
 
 
 def adapter_pages(geometry: PoolGeometry, rank: int, modules: Iterable[str]) -> int:
@@ -193,5 +201,5 @@ def make_plan(
     return Plan(
         weights, num_pages * geometry.page_bytes // tp, rows, temporaries, geometry.page_bytes, num_pages, each,
         num_adapters, max(0, free) * page_tokens if free >= 0 else -1,
-        exchanges(model, geometry, sizes.num_tokens, sizes.max_rank_rows),
+        exchanges(model, geometry, sizes.max_num_seqs, sizes.max_rank_rows),
     )  # fmt: skip

@@ -33,7 +33,10 @@ def plan_text(name: str, plan: Plan, sizes: Sizes, tp: int, dtype: str, memory_g
     else:
         lines.append("  which are MORE than the pool has: fewer adapters, or more memory")
     for e in plan.exchanges:
-        lines.append(f"  {e.what}: {e.count} all-reduces a step of {e.nbytes} bytes, each device sends {_gb(e.sent)}")
+        lines.append(
+            f"  {e.what}: {e.count} all-reduces of {e.nbytes} bytes in a step of {sizes.max_num_seqs} decodes, "
+            f"of which each device sends {_gb(e.sent)}"
+        )
     return "\n".join(lines)
 
 
