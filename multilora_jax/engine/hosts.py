@@ -109,6 +109,8 @@ class Hosts:
                 wire.keep_alive(connection)
                 peers[rank] = connection
         self._peers = [peers[rank] for rank in sorted(peers)]
+        for rank, peer in peers.items():
+            threading.Thread(target=self._watch, args=(rank, peer), name=f"host {rank}", daemon=True).start()
 
     def _reach(self, deadline: float) -> socket.socket:
         while True:
@@ -149,9 +151,6 @@ class Hosts:
         self._mesh = mesh
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
         self._number(arrays)
-        if self.rank == 0:
-            for rank, peer in enumerate(self._peers, 1):
-                threading.Thread(target=self._watch, args=(rank, peer), name=f"host {rank}", daemon=True).start()
 
     # ---- host 0 ------------------------------------------------------------------------------------------------
 
@@ -324,7 +323,10 @@ def connect(config: EngineConfig) -> Hosts | None:
         return None
     hosts = Hosts(config)
     hosts.connect()
-    jax.distributed.initialize(config.coordinator, config.num_hosts, config.host_rank)
+    jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM, which has to end a server
+    jax.distributed.initialize(
+        config.coordinator, config.num_hosts, config.host_rank, initialization_timeout=int(CONNECT_S)
+    )  # fmt: skip
     return hosts
 
 

@@ -12,11 +12,15 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from safetensors.numpy import load_file
 
+from multilora_jax.config import EngineConfig
+from multilora_jax.engine.hosts import HostLostError, Hosts
+from multilora_jax.errors import ConfigError
 from tests.engine.test_tensor_parallel import worker_env
 
 ROOT = Path(__file__).parent.parent.parent
@@ -127,12 +131,57 @@ def test_a_lost_host_ends_the_server_within_ten_seconds(configs):
     assert "[DONE]" not in "".join(seen[:-1])
 
 
-def test_a_follower_ends_when_the_first_host_does(configs):
-    """Here before anything was loaded."""
-    host, _, port = (where := f"127.0.0.1:{free_port()}").rpartition(":")
-    server = socket.create_server((host, int(port) + 1))
-    with server, processes([serve_command(configs, where, 1, 0)], 1) as (follower,):
-        server.accept()[0].close()
-        server.close()
-        assert follower.wait(timeout=400) != 0
-        assert follower.communicate()[1]
+def host(rank, connection, **options):
+    """One host of two with a connection to the other, without jax over both."""
+    keys = {"num_hosts": 2, "host_rank": rank, "coordinator": "a:1", "tensor_parallel_size": 2}
+    hosts = Hosts(config := EngineConfig.from_dict({"model": "m", **keys, **options}))
+    hosts._peers = [connection]
+    return hosts, config
+
+
+@pytest.fixture
+def pair():
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, right
+
+
+def test_a_follower_ends_with_the_first_host(pair, caplog):
+    leader, _ = host(0, pair[0])
+    follower, _ = host(1, pair[1])
+    leader.stop()
+    assert follower.follow(None) == 0
+    pair[0].close()
+    caplog.clear()
+    assert follower.follow(None) == 1
+    assert "host 0 was lost (the connection was closed): this host ends" in caplog.text
+
+
+def test_what_fails_on_a_follower_is_told_to_the_first_host(pair, caplog):
+    leader, _ = host(0, pair[0])
+    follower, _ = host(1, pair[1])
+    lost = []
+    leader.on_lost(lost.append)
+    leader.compile(("rows", 64))
+    programs = SimpleNamespace(get=lambda *key: 1 / (len(key) - 2))
+    assert follower.follow(programs) == 1
+    leader._watch(1, pair[0])
+    assert "host 1 of 2 was lost (ZeroDivisionError: float division by zero)" in lost[0].message
+    assert lost == [leader.lost]
+    late = []
+    leader.on_lost(late.append)
+    assert late == lost
+    pair[1].close()
+    with pytest.raises(HostLostError, match="restart all hosts"):
+        leader.compile(("rows", 64))
+
+
+def test_hosts_of_different_configurations_do_not_start(pair):
+    leader, config = host(0, pair[0], max_num_seqs=8)
+    leader.agree(config, {"num_pages": 7})
+    follower, config = host(1, pair[1], max_num_seqs=8, port=1234)
+    assert follower.agree(config, {"num_pages": 9}) == {"num_pages": 7}
+    leader.agree(config, {})
+    follower, config = host(1, pair[1])
+    with pytest.raises(ConfigError, match="max_num_seqs is 32 here and 8 on host 0"):
+        follower.agree(config, {})
