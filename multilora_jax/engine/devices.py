@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.rank_rows import row_buckets
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
 from pallas_kernels.paged_attention.api import pick
@@ -135,6 +136,9 @@ def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_l
             size = min(wanted, DEFAULT_CPU_POOL_BYTES)
         else:
             weights = model.weight_bytes(one.storage_dtype.itemsize, config.quantization) // tp
+            if config.enable_lora:  # the buffers in use, and those that are filled beside them
+                buckets = row_buckets(config.max_rank_rows, fine=False)
+                weights += sum(buckets[-2:]) * one.rank_row_bytes // tp
             share = config.gpu_memory_utilization if config.gpu_memory_utilization is not None else 0.9
             size = int((limit * share - weights - _STEP_RESERVE_BYTES) * tp)
     pages = size // one.page_bytes

@@ -45,13 +45,15 @@ class LLMEngine:
         config: see EngineConfig.
         progress: show progress bars while loading and compiling.
         throttle: emulates slow storage of adapters, see SlowStorage.
-        replica: which of data_parallel_size it is.
+        replica: which of the server's data_parallel_size it is.
 
     Raises:
         ConfigError, NotFoundError: the model or an adapter cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True, throttle: Throttle = None, replica: int = 0):
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = True, throttle: Throttle = None, replica: int | None = None
+    ):
         self.config = config
         self.base_name = config.base_name
         self._progress = progress

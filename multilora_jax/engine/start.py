@@ -13,6 +13,7 @@ from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.hosts import check_devices, connect
 from multilora_jax.engine.model_runner import ModelRunner
 from multilora_jax.engine.step_plan import SchedulerConfig
+from multilora_jax.errors import ConfigError
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.checkpoint import open_checkpoint, read_config
 from multilora_jax.models.config import ModelConfig
@@ -41,21 +42,26 @@ class LoadedModel:
     runner: ModelRunner
 
 
-def load_model(config: EngineConfig, *, progress: bool, replica: int = 0) -> LoadedModel:
+def load_model(config: EngineConfig, *, progress: bool, replica: int | None = None) -> LoadedModel:
     """Reads the model and makes its pool.
 
     Args:
         config: see EngineConfig.
         progress: show progress bars.
-        replica: which of data_parallel_size; it says which devices.
+        replica: which of data_parallel_size; it says which devices. None: there is to be one.
 
     Raises:
         ConfigError, NotFoundError: the model cannot be served so.
     """
+    if replica is None and config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size {config.data_parallel_size} is for the server: one engine runs one replica",
+            reason="bad_value", param="data_parallel_size",
+        )  # fmt: skip
     hosts = connect(config)
     devices.set_compilation_cache(config.compilation_cache_dir)
     check_devices(config)
-    mesh = devices.make_mesh(config.tensor_parallel_size, replica, config.data_parallel_size)
+    mesh = devices.make_mesh(config.tensor_parallel_size, replica or 0, config.data_parallel_size)
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(config.model, progress=progress)
     model_config = read_config(Path(config.model)) if checkpoint is None else checkpoint.config

@@ -101,6 +101,12 @@ class PoolGeometry:
         """Bytes of one page id over all layers."""
         return self.num_layers * self.page_elements * self.storage_dtype.itemsize
 
+    @property
+    def rank_row_bytes(self) -> int:
+        """Bytes of one rank row of every module in every layer, over all shards."""
+        per_layer = sum(sum(self.module_dims(module)) for module in MODULES)
+        return self.num_layers * per_layer * self.storage_dtype.itemsize
+
     def module_dims(self, module: str) -> tuple[int, int]:
         """(in_dim, out_dim) of one of MODULES."""
         return module_dims(module, hidden=self.hidden, q_dim=self.q_dim, kv_dim=self.kv_dim, ffn=self.ffn)

@@ -116,8 +116,7 @@ def weight_bytes(
 
 def row_bytes(geometry: PoolGeometry, num_rows: int) -> int:
     """Bytes of a set of buffers for so many rank rows, on one device."""
-    per_row = sum(sum(geometry.module_dims(module)) for module in MODULES)
-    return geometry.num_layers * num_rows * per_row * geometry.storage_dtype.itemsize // geometry.tp
+    return num_rows * geometry.rank_row_bytes // geometry.tp
 
 
 def temporary_bytes(model: ModelConfig, geometry: PoolGeometry, sizes: Sizes) -> int:
