@@ -45,15 +45,13 @@ class LLMEngine:
         config: see EngineConfig.
         progress: show progress bars while loading and compiling.
         throttle: emulates slow storage of adapters, see SlowStorage.
-        replica: which of the server's data_parallel_size it is.
+        replica: which of the server's data_parallel_size it is; -1: the only one.
 
     Raises:
         ConfigError, NotFoundError: the model or an adapter cannot be served.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, progress: bool = True, throttle: Throttle = None, replica: int | None = None
-    ):
+    def __init__(self, config: EngineConfig, *, progress: bool = True, throttle: Throttle = None, replica: int = -1):
         self.config = config
         self.base_name = config.base_name
         self._progress = progress

@@ -42,18 +42,18 @@ class LoadedModel:
     runner: ModelRunner
 
 
-def load_model(config: EngineConfig, *, progress: bool, replica: int | None = None) -> LoadedModel:
+def load_model(config: EngineConfig, *, progress: bool, replica: int = -1) -> LoadedModel:
     """Reads the model and makes its pool.
 
     Args:
         config: see EngineConfig.
         progress: show progress bars.
-        replica: which of data_parallel_size; it says which devices. None: there is to be one.
+        replica: which of data_parallel_size; it says which devices. -1: the only one.
 
     Raises:
         ConfigError, NotFoundError: the model cannot be served so.
     """
-    if replica is None and config.data_parallel_size > 1:
+    if replica < 0 and config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size {config.data_parallel_size} is for the server: one engine runs one replica",
             reason="bad_value", param="data_parallel_size",
@@ -61,7 +61,7 @@ def load_model(config: EngineConfig, *, progress: bool, replica: int | None = No
     hosts = connect(config)
     devices.set_compilation_cache(config.compilation_cache_dir)
     check_devices(config)
-    mesh = devices.make_mesh(config.tensor_parallel_size, replica or 0, config.data_parallel_size)
+    mesh = devices.make_mesh(config.tensor_parallel_size, max(0, replica), config.data_parallel_size)
     dummy = config.load_format == "dummy"
     checkpoint = None if dummy else open_checkpoint(config.model, progress=progress)
     model_config = read_config(Path(config.model)) if checkpoint is None else checkpoint.config
