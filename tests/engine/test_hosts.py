@@ -166,7 +166,7 @@ def test_what_fails_on_a_follower_is_told_to_the_first_host(pair, caplog):
     programs = SimpleNamespace(get=lambda *key: 1 / (len(key) - 2))
     assert follower.follow(programs) == 1
     leader._watch(1, pair[0])
-    assert "host 1 of 2 was lost (ZeroDivisionError: float division by zero)" in lost[0].message
+    assert "host 1 of 2 was lost (ZeroDivisionError: division by zero)" in lost[0].message
     assert lost == [leader.lost]
     late = []
     leader.on_lost(late.append)
