@@ -310,8 +310,8 @@ class Programs:
 
     def _read_page(self) -> Any:
         # Of several hosts the one that reads has only its own devices' part.
-        whole = None if self.hosts is None else NamedSharding(self.mesh, P())
-        return jax.jit(read_page, out_shardings=whole).lower(self._pool, self.abstract(np.int32(0)))
+        options = {} if self.hosts is None else {"out_shardings": NamedSharding(self.mesh, P())}
+        return jax.jit(read_page, **options).lower(self._pool, self.abstract(np.int32(0)))
 
     def _logprobs(self, extended: bool) -> Any:
         width, block = self.spec.config.hidden_size, self.spec.prefill_block

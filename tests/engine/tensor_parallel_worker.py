@@ -98,11 +98,11 @@ def dummy_model(folder: Path, sizes: tuple[int, ...], adapters: Path | None = No
     for tp in sizes:
         engine = make_engine(folder, tensor_parallel_size=tp, load_format="dummy", **options)
         lora = adapters and make_adapter(adapters / "all", engine, 12, 1)
-        head = adapters and make_adapter(adapters / "head", engine, 4, 2, targets=("q_proj", "lm_head"))
+        some = adapters and make_adapter(adapters / "some", engine, 5, 2, modules=("k_proj", "down_proj"))
         requests = [
             Request([3, 258, 9], greedy(8), lora), Request([7], greedy(8)), Request([7], sampled),
             Request([7, 4], greedy(6, logit_bias={5: 3.0}, allowed_token_ids=[5, 70, 200, 258]), lora),
-            Request([9, 4], SamplingParams(temperature=1.5, top_k=7, min_p=0.01, seed=8, max_tokens=6), head),
+            Request([9, 4], SamplingParams(temperature=1.5, top_k=7, min_p=0.01, seed=8, max_tokens=6), some),
         ]  # fmt: skip
         recorder = LogitsRecorder(engine)
         outputs = run_all(engine, requests)
