@@ -120,7 +120,8 @@ class LogitsRecorder:
             def head(top: Any, hidden: Any, vocab: Any) -> Any:
                 return compute_logits(top, hidden, spec=spec, vocab=vocab)
 
-            return programs._jit(head, (programs._specs["top"], P(), programs._vocab_specs(extended)), P())
+            specs = (programs._specs["top"], P(), programs._vocab_specs(extended))
+            return programs._jit(head, specs, P(None, "model"))
 
         def recorded(step: Any, pages_of: Any) -> Any:
             built, output = execute(step, pages_of)
