@@ -142,8 +142,10 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return own if asked is None else asked
 
 
-def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_len: int, mesh: Mesh) -> int:
-    """Pages of the pool from whichever size the configuration gives.
+def pool_pages(
+    config: EngineConfig, model: ModelConfig, dtype: str, max_model_len: int, mesh: Mesh, in_place: bool = False
+) -> int:
+    """Pages of the pool from whichever size the configuration gives; `in_place`: no rank rows are copied.
 
     Raises:
         ConfigError: the size does not hold a single page.
@@ -162,7 +164,7 @@ def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_l
             size = min(wanted, DEFAULT_CPU_POOL_BYTES)
         else:
             weights = model.weight_bytes(one.storage_dtype.itemsize, config.quantization) // tp
-            if config.enable_lora:  # the buffers in use, and those that are filled beside them
+            if config.enable_lora and not in_place:  # the buffers in use, and those that are filled beside them
                 buckets = row_buckets(config.max_rank_rows, fine=False)
                 weights += sum(buckets[-2:]) * one.rank_row_bytes // tp
             share = config.gpu_memory_utilization if config.gpu_memory_utilization is not None else 0.9

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -26,7 +27,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from multilora_jax.config import EngineConfig
+from multilora_jax.config_api import ApiConfig
+from multilora_jax.config_server import ServerConfig
 from multilora_jax.engine import wire
+from multilora_jax.engine.host_meeting import accept_hosts, reach_host
 from multilora_jax.engine.program_keys import decode_key, encode_key
 from multilora_jax.errors import ConfigError, UnavailableError
 
@@ -35,8 +39,11 @@ log = logging.getLogger(__name__)
 CONNECT_S = 120.0
 """Seconds that hosts wait for each other at the start."""
 
-OWN_KEYS = ("host_rank", "host", "port", "api_keys", "admin_keys", "compilation_cache_dir", "lora_modules")
-"""Keys that may differ between hosts."""
+OWN_KEYS = frozenset(
+    ("host_rank", "host", "port", "api_keys", "admin_keys", "compilation_cache_dir", "lora_modules", "adapter_roots")
+    + ("max_connections", "client_timeout_s", "page", *(f.name for c in (ApiConfig, ServerConfig) for f in fields(c)))
+)
+"""Keys that may differ between hosts: those about what the first alone does."""
 
 
 class HostLostError(UnavailableError):
@@ -48,7 +55,7 @@ class HostLostError(UnavailableError):
             "hosts",
             reason="host_lost",
         )
-        self.rank = rank
+        self.rank, self.why = rank, why
 
 
 class Hosts:
@@ -81,50 +88,18 @@ class Hosts:
         deadline = time.monotonic() + CONNECT_S
         try:
             if self.rank == 0:
-                self._accept(deadline)
+                peers = accept_hosts(self._address, self.num_hosts, deadline)
+                self._peers = [peers[rank] for rank in sorted(peers)]
             else:
-                self._peers = [self._reach(deadline)]
+                self._peers = [reach_host(self._address, self.rank, deadline)]
         except OSError as error:
             raise ConfigError(
                 f"the {self.num_hosts} hosts did not meet at {self._address[0]}:{self._address[1]} within "
                 f"{CONNECT_S:.0f} s ({error}): check coordinator, and that each was started with its own host_rank",
                 reason="hosts_unreachable", param="coordinator",
             ) from error  # fmt: skip
-
-    def _accept(self, deadline: float) -> None:
-        peers: dict[int, socket.socket] = {}
-        with socket.create_server(self._address) as server:
-            while len(peers) < self.num_hosts - 1:
-                server.settimeout(max(0.1, deadline - time.monotonic()))
-                connection, _ = server.accept()
-                connection.settimeout(max(0.1, deadline - time.monotonic()))
-                try:
-                    rank = wire.receive(connection)[0]["rank"]
-                except (wire.ConnectionLost, ValueError, KeyError):
-                    connection.close()  # somebody else's
-                    continue
-                if rank in peers or not 0 < rank < self.num_hosts:
-                    raise ConfigError(f"two hosts have host_rank {rank}", reason="bad_value", param="host_rank")
-                connection.settimeout(None)
-                wire.keep_alive(connection)
-                peers[rank] = connection
-        self._peers = [peers[rank] for rank in sorted(peers)]
-        for rank, peer in peers.items():
+        for rank, peer in enumerate(self._peers, 1) if self.rank == 0 else ():
             threading.Thread(target=self._watch, args=(rank, peer), name=f"host {rank}", daemon=True).start()
-
-    def _reach(self, deadline: float) -> socket.socket:
-        while True:
-            try:
-                connection = socket.create_connection(self._address, timeout=5)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        connection.settimeout(None)
-        wire.keep_alive(connection)
-        wire.send(connection, wire.encode({"rank": self.rank}))
-        return connection
 
     def agree(self, config: EngineConfig, found: dict[str, Any]) -> dict[str, Any]:
         """What host 0 found, on every host.
@@ -172,12 +147,17 @@ class Hosts:
         own = [np.asarray(leaf) for leaf, code in zip(leaves, codes, strict=True) if code < 0]
         split = key[0] == "write_page"
         with self._lock:
+            self._check_together()
             header = {"op": "call", "key": encode_key(key), "args": codes, "drop": self._take_dropped()}
             for rank, peer in enumerate(self._peers, 1):
                 self._send(rank, peer, wire.encode(header, [self._part(a, rank) if split else a for a in own]))
-            placed = iter([self._place(a, split) for a in own])
-            leaves = [next(placed) if code < 0 else leaf for leaf, code in zip(leaves, codes, strict=True)]
-            result = program(*jax.tree.unflatten(jax.tree.structure(args), leaves))
+            try:
+                placed = iter([self._place(a, split) for a in own])
+                leaves = [next(placed) if code < 0 else leaf for leaf, code in zip(leaves, codes, strict=True)]
+                result = program(*jax.tree.unflatten(jax.tree.structure(args), leaves))
+            except Exception as error:  # the others ran it: from now on arrays would go by different numbers
+                self._lose(0, f"{type(error).__name__}: {error}"[:1000])
+                raise
             self._number(result)
         return result
 
@@ -186,6 +166,7 @@ class Hosts:
         leaves, structure = jax.tree.flatten(tree)
         leaves = [np.asarray(leaf) for leaf in leaves]
         with self._lock:
+            self._check_together()
             self._broadcast(wire.encode({"op": "put", "drop": self._take_dropped()}, leaves))
             placed = jax.tree.unflatten(structure, [self._place(leaf, False) for leaf in leaves])
             self._number(placed)
@@ -194,6 +175,7 @@ class Hosts:
     def fetch(self, array: jax.Array) -> np.ndarray:
         """The whole of an array that is split over the hosts."""
         with self._lock:
+            self._check_together()
             self._broadcast(wire.encode({"op": "gather", "args": [self._numbers[id(array)]]}))
             whole = self._gather(array)
         return np.asarray(whole)
@@ -206,6 +188,11 @@ class Hosts:
                 wire.send(peer, wire.encode({"op": "stop"}))
             except wire.ConnectionLost:
                 continue
+
+    def _check_together(self) -> None:
+        """Raises HostLostError once a host is lost: what needs all of them would never return."""
+        if self.lost is not None:
+            raise HostLostError(self.lost.rank, self.num_hosts, self.lost.why)
 
     def _broadcast(self, data: bytes) -> None:
         with self._lock:

@@ -74,15 +74,16 @@ def load_model(config: EngineConfig, *, progress: bool, replica: int = -1) -> Lo
         config = replace(config, quantization=checkpoint.quantization)  # its weights are what they are
     max_model_len = devices.max_model_len(config, model_config)
     dtype = devices.choose_dtype(config.dtype)
-    num_pages = devices.pool_pages(config, model_config, dtype, max_model_len, mesh)
+    lora_backend, tp = "xla", config.tensor_parallel_size
+    if config.enable_lora:
+        unit = model_config.geometry(2, config.page_tokens, tp, dtype).unit
+        lora_backend = devices.lora_backend(config.kernel_backend, unit // tp, dtype)
+    num_pages = devices.pool_pages(config, model_config, dtype, max_model_len, mesh, lora_backend != "xla")
     if hosts is not None:  # a probe, or the memory of one host, must not decide for itself alone
         agreed = hosts.agree(config, {"dtype": dtype, "num_pages": num_pages})
         dtype, num_pages = agreed["dtype"], agreed["num_pages"]
-    tp, extra_vocab = config.tensor_parallel_size, config.max_extra_vocab if config.enable_lora else 0
+    extra_vocab = config.max_extra_vocab if config.enable_lora else 0
     geometry = model_config.geometry(num_pages, config.page_tokens, tp, dtype, extra_vocab)
-    lora_backend = "xla"
-    if config.enable_lora:
-        lora_backend = devices.lora_backend(config.kernel_backend, geometry.unit // tp, dtype)
     spec = LlamaSpec(
         model_config,
         geometry,

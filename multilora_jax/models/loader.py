@@ -135,13 +135,19 @@ def param_specs(spec: LlamaSpec) -> dict[str, Any]:
 
 
 def param_shapes(spec: LlamaSpec, max_len: int, mesh: Mesh) -> dict[str, Any]:
-    """Llama.params() described and placed on a mesh, for programs that are compiled without a model (not quantised)."""
+    """Llama.params() described and placed on a mesh, for programs that are compiled without a model."""
 
     def shaped(shape: tuple[int, ...], dtype: Any, split: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split))
 
+    def parameter(record: ParamRecord) -> Any:
+        if not record.quantised:
+            return shaped(record.shape, spec.dtype, record.spec)
+        values = shaped(record.shape, np.int8, record.spec)
+        return QuantWeight(values, shaped(record.shape[:1], np.float32, record.partition.scale_O))
+
     def described(records: Iterable[ParamRecord]) -> dict[str, Any]:
-        return {record.name: shaped(record.shape, spec.dtype, record.spec) for record in records}
+        return {record.name: parameter(record) for record in records}
 
     table = shaped((max_len, spec.config.head_dim // 2), np.float32, P())
     layers = [described(layer_records(spec, layer)) for layer in range(spec.config.num_layers)]

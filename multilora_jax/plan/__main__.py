@@ -29,7 +29,15 @@ from multilora_jax.plan.arithmetic import Plan, Sizes, make_plan
 from multilora_jax.plan.compiled import CompiledStep, compile_step
 from multilora_jax.plan.layer_table import layer_collectives, table_text
 from multilora_jax.plan.report import plan_text, step_text
-from multilora_jax.plan.target import MEMORY_GB, StepSizes, assumed, target_mesh, target_programs, target_spec
+from multilora_jax.plan.target import (
+    MEMORY_GB,
+    StepSizes,
+    assumed,
+    lora_backend,
+    target_mesh,
+    target_programs,
+    target_spec,
+)
 
 DEFAULT_UTILIZATION = 0.9
 """Share of a device's memory that is planned with, where the configuration does not say."""
@@ -66,13 +74,14 @@ def plan_of(config: EngineConfig, model: ModelConfig, f: Any) -> tuple[Plan, Siz
     if dtype == "auto":
         dtype = "float32" if f.device == "cpu" else "bfloat16"
     most = config.max_rank_rows if config.enable_lora else 0
-    buckets = row_buckets(most, fine=f.device == "cpu") if most else []
+    one = model.geometry(2, config.page_tokens, tp, dtype)
+    in_place = bool(most) and lora_backend(f.device, config.kernel_backend, one, dtype) != "xla"
+    buckets = row_buckets(most, fine=f.device == "cpu" and not in_place) if most else []
     length = devices.max_model_len(config, model)
     sizes = Sizes(
         config.max_num_seqs, config.max_num_batched_tokens, length, *(*buckets[::-1], 0, 0)[:2], config.prefill_block
     )
     memory_gb = f.memory_gb or MEMORY_GB[f.device]
-    one = model.geometry(2, config.page_tokens, tp, dtype)
     num_pages = config.pool_pages
     if config.pool_memory_gib is not None:
         num_pages = int(config.pool_memory_gib * 2**30) // one.page_bytes
@@ -86,6 +95,7 @@ def plan_of(config: EngineConfig, model: ModelConfig, f: Any) -> tuple[Plan, Siz
         model, tp, dtype, sizes, num_pages=num_pages, usable_bytes=memory_gb and int(memory_gb * 1e9 * share),
         page_tokens=config.page_tokens, extra_vocab=config.max_extra_vocab if config.enable_lora else 0,
         quantization=config.quantization, num_adapters=f.num_adapters, rank=f.rank, modules=TARGETS[f.targets],
+        in_place=in_place,
     )  # fmt: skip
     return plan, sizes, dtype
 
@@ -96,6 +106,7 @@ def spec_of(config: EngineConfig, model: ModelConfig, plan: Plan, dtype: str, f:
         f.device, model, plan.num_pages, f.tp or config.tensor_parallel_size, dtype, page_tokens=config.page_tokens,
         prefill_block=config.prefill_block, extra_vocab=config.max_extra_vocab if config.enable_lora else 0,
         quantization=config.quantization, kernel_backend=config.kernel_backend,
+        enable_lora=config.enable_lora,
     )  # fmt: skip
 
 
@@ -133,7 +144,8 @@ def main(_: list[str]) -> int:
     peak = plan.peak
     if f.compile:
         step = compiled(f, target_mesh(f.device, tp), spec_of(config, model, plan, dtype, f), sizes)
-        next_rows = plan.rows * sizes.next_rank_rows // max(1, sizes.max_rank_rows + sizes.next_rank_rows)
+        buffered = 0 if plan.in_place else plan.rows
+        next_rows = buffered * sizes.next_rank_rows // max(1, sizes.max_rank_rows + sizes.next_rank_rows)
         print(step_text(step, plan, next_rows, tp))
         peak = max(peak, step.peak + next_rows)
         result["compiled"] = asdict(step) | {"peak": step.peak + next_rows}

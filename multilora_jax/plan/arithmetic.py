@@ -14,7 +14,7 @@ from multilora_jax.errors import ConfigError
 from multilora_jax.memory.geometry import MODULES, PoolGeometry
 from multilora_jax.models.config import ModelConfig
 
-_F32 = 4
+_F32 = _I32 = 4
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Modules whose rank rows are summed over the devices together."""
 
@@ -69,13 +69,15 @@ class Plan:
     """Bytes on each device, and what fits.
 
     Attributes:
-        weights, pool, rows, temporaries: bytes; rows are the buffers of rank rows, all that may exist at once.
+        weights, pool, rows, temporaries: bytes; rows are the buffers of rank rows, all that may exist at once, or the
+            table of where they lie in the pool.
         page_bytes: of one page on all devices.
         num_pages: of the pool.
         adapter_pages: of one adapter.
         num_adapters: as asked for.
         kv_tokens: tokens of KV in the pages that these adapters leave.
         exchanges: what the devices send each other in a step of max_num_seqs decodes.
+        in_place: see make_plan.
     """
 
     weights: int
@@ -88,6 +90,7 @@ class Plan:
     num_adapters: int
     kv_tokens: int
     exchanges: tuple[Exchange, ...]
+    in_place: bool = False
 
     @property
     def peak(self) -> int:
@@ -120,6 +123,12 @@ def weight_bytes(
 def row_bytes(geometry: PoolGeometry, num_rows: int) -> int:
     """Bytes of a set of buffers for so many rank rows, on one device."""
     return num_rows * geometry.rank_row_bytes // geometry.tp
+
+
+def table_bytes(geometry: PoolGeometry, num_rows: int) -> int:
+    """Bytes of the unit addresses of so many rank rows that are read in place, whole on each device."""
+    units = sum(sum(geometry.module_dims(module)) for module in MODULES) // geometry.unit
+    return _I32 * geometry.num_layers * num_rows * units
 
 
 def temporary_bytes(model: ModelConfig, geometry: PoolGeometry, sizes: Sizes) -> int:
@@ -167,6 +176,7 @@ def make_plan(
     num_adapters: int = 0,
     rank: int = 16,
     modules: tuple[str, ...] = MODULES,
+    in_place: bool = False,
 ) -> Plan:
     """Plans an engine.
 
@@ -178,6 +188,7 @@ def make_plan(
         num_pages: of the pool; None: as many as fit.
         usable_bytes: memory of each device; needed where num_pages is None.
         num_adapters, rank, modules: adapters that shall be in the pool together.
+        in_place: whether kernels read adapters in the pool, instead of copies of their rank rows.
 
     Raises:
         ConfigError: tp does not divide the model (`tensor_parallel_size`), or the devices are too small for it
@@ -186,6 +197,8 @@ def make_plan(
     one = model.geometry(2, page_tokens, tp, dtype, extra_vocab)
     weights = weight_bytes(model, one, sizes.max_model_len, quantization)
     rows = row_bytes(one, sizes.max_rank_rows + sizes.next_rank_rows)
+    if in_place:
+        rows = table_bytes(one, sizes.max_rank_rows)
     temporaries = temporary_bytes(model, one, sizes)
     if num_pages is None:
         assert usable_bytes is not None
@@ -203,5 +216,5 @@ def make_plan(
     return Plan(
         weights, num_pages * geometry.page_bytes // tp, rows, temporaries, geometry.page_bytes, num_pages, each,
         num_adapters, max(0, free) * page_tokens if free >= 0 else -1,
-        exchanges(model, geometry, sizes.max_num_seqs, sizes.max_rank_rows),
+        exchanges(model, geometry, sizes.max_num_seqs, sizes.max_rank_rows), in_place,
     )  # fmt: skip

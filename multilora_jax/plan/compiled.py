@@ -87,7 +87,7 @@ def _resident(programs: Programs, found: list[CompiledProgram], rows: int) -> in
     begin, layers, finish = found
     once = nbytes_per_device(programs._pool)
     per_group = nbytes_per_device(programs._params["layers"][: programs.group])
-    per_group += nbytes_per_device(programs._row_buffers(rows)) if rows else 0
+    per_group += nbytes_per_device(programs._row_buffers(rows)) if rows and not programs.spec.in_place else 0
     tied = "lm_head" not in programs._params["top"]
     twice = nbytes_per_device(programs._params["top"]["embed"]) if tied else 0
     rest = layers.arguments - once - per_group  # activations and tables of the step

@@ -62,12 +62,13 @@ def layer_collectives(
     one, tp = replace(spec.config, num_layers=1), spec.geometry.tp
     spec = replace(spec, config=one, geometry=replace(spec.geometry, num_layers=1), blocks_from=0)
     shape = BatchShape(0, 0, num_tokens)
-    sizes = StepSizes(num_tokens, spec.prefill_block, 4 * spec.geometry.page_tokens, 0)
     reaches = [Reach.ATTENTION, Reach.PROJECTIONS]
     with assumed(device, mesh):
-        programs, _, _ = target_programs(spec, mesh, sizes)
 
         def read(rank: int, reach: Reach) -> tuple[Collective, ...]:
+            # Rows that are read in place have one table, of the most rows.
+            sizes = StepSizes(num_tokens, spec.prefill_block, 4 * spec.geometry.page_tokens, rank)
+            programs, _, _ = target_programs(spec, mesh, sizes)
             return tuple(read_collectives(programs.get("layers", shape, rank, reach).as_text()))
 
         base = read(0, Reach.ATTENTION)

@@ -15,11 +15,14 @@ def _gb(nbytes: float) -> str:
 
 def plan_text(name: str, plan: Plan, sizes: Sizes, tp: int, dtype: str, memory_gb: float | None) -> str:
     """The arithmetic plan, a line for each part."""
+    rows = f"buffers of {sizes.max_rank_rows} and of {sizes.next_rank_rows} rows"
+    if plan.in_place:
+        rows = f"{sizes.max_rank_rows} rows read in place, by a table of where they lie"
     lines = [
         f"{name} in {dtype} on {tp} device{'s' * (tp > 1)}; GB (10^9 bytes) on each",
         f"  weights      {_gb(plan.weights)}",
         f"  pool         {_gb(plan.pool)}: {plan.num_pages} pages of {plan.page_bytes / 2**20:.2f} MiB on all devices",
-        f"  rank rows    {_gb(plan.rows)}: buffers of {sizes.max_rank_rows} and of {sizes.next_rank_rows} rows",
+        f"  rank rows    {_gb(plan.rows)}: {rows}",
         f"  temporaries  {_gb(plan.temporaries)}: steps of up to {sizes.num_tokens} tokens",
         f"  peak         {_gb(plan.peak)}",
     ]

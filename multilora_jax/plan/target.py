@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -21,12 +20,11 @@ from multilora_jax.engine.batch import BatchShape, batch_shapes, table_width
 from multilora_jax.engine.programs import Programs
 from multilora_jax.engine.rank_rows import row_buckets
 from multilora_jax.errors import ConfigError
+from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.memory.pool import POOL_SPEC
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.layers import LlamaSpec
-from multilora_jax.models.loader import MODEL_AXIS, ParamRecord, layer_records, top_records
-from multilora_jax.models.quantised import QuantWeight
-from multilora_jax.models.rope import rope_tables
+from multilora_jax.models.loader import MODEL_AXIS, param_shapes
 from pallas_kernels import dispatch
 from pallas_kernels.gpu_check.targets import H200, missing
 
@@ -79,6 +77,12 @@ def assumed(device: str, mesh: Mesh) -> Iterator[None]:
         yield
 
 
+def lora_backend(device: str, kernel_backend: str, geometry: PoolGeometry, dtype: str) -> str:
+    """LlamaSpec.lora_backend of an engine on such devices."""
+    with contextlib.nullcontext() if device == "cpu" else dispatch.assume_device(dispatch.H200):
+        return devices.lora_backend(kernel_backend, geometry.unit // geometry.tp, dtype)
+
+
 def target_spec(
     device: str,
     model: ModelConfig,
@@ -91,37 +95,20 @@ def target_spec(
     extra_vocab: int = 256,
     quantization: str | None = None,
     kernel_backend: str = "auto",
+    enable_lora: bool = True,
 ) -> LlamaSpec:
     """The spec that an engine on such devices would have; see `engine.start.load_model`."""
     geometry = model.geometry(num_pages, page_tokens, tp, dtype, extra_vocab)
     axis_name, cpu = (MODEL_AXIS if tp > 1 else None), device == "cpu"
     with contextlib.nullcontext() if cpu else dispatch.assume_device(dispatch.H200):
-        backend = devices.attention_backend(kernel_backend, model, dtype)
+        attention = devices.attention_backend(kernel_backend, model, dtype)
+        interprets = devices.interprets(kernel_backend)
+    lora = lora_backend(device, kernel_backend, geometry, dtype) if enable_lora else "xla"
     return LlamaSpec(
-        model, geometry, prefill_block, cpu and devices.features_first(dtype), axis_name, quantization,
-        devices.attention_groups() if cpu else (1 << 30, 1 << 30), devices.blocks_from(dtype) if cpu else 0, backend,
+        model, geometry, prefill_block, cpu and devices.features_first(dtype) and lora == "xla", axis_name,
+        quantization, devices.attention_groups() if cpu else (1 << 30, 1 << 30),
+        devices.blocks_from(dtype) if cpu else 0, attention, interprets, lora,
     )  # fmt: skip
-
-
-def describe_params(spec: LlamaSpec, mesh: Mesh, max_len: int) -> dict[str, Any]:
-    """Llama.params() as shapes with their shardings."""
-
-    def described(record: ParamRecord) -> Any:
-        placed = NamedSharding(mesh, record.spec)
-        if not record.quantised:
-            return jax.ShapeDtypeStruct(record.shape, spec.dtype, sharding=placed)
-        scale = NamedSharding(mesh, record.partition.scale_O)
-        return QuantWeight(
-            jax.ShapeDtypeStruct(record.shape, jnp.int8, sharding=placed),
-            jax.ShapeDtypeStruct(record.shape[:1], jnp.float32, sharding=scale),
-        )
-
-    top = {record.name: described(record) for record in top_records(spec)}
-    whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
-    for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
-        top[name] = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=whole)
-    layers = [{r.name: described(r) for r in layer_records(spec, n)} for n in range(spec.config.num_layers)]
-    return {"top": top, "layers": layers}
 
 
 def target_programs(spec: LlamaSpec, mesh: Mesh, sizes: StepSizes) -> tuple[Programs, list[BatchShape], list[int]]:
@@ -130,9 +117,9 @@ def target_programs(spec: LlamaSpec, mesh: Mesh, sizes: StepSizes) -> tuple[Prog
     pool: Any = jax.ShapeDtypeStruct(
         (g.num_layers, g.num_pages, g.page_elements), g.storage_dtype, sharding=NamedSharding(mesh, POOL_SPEC)
     )
-    fine = mesh.devices.flat[0].platform == "cpu"
+    fine = mesh.devices.flat[0].platform == "cpu" and not spec.in_place
     buckets = row_buckets(sizes.max_rank_rows, fine=fine) if sizes.max_rank_rows else []
-    params = describe_params(spec, mesh, sizes.max_model_len)
+    params = param_shapes(spec, sizes.max_model_len, mesh)
     max_rows = max(shape.num_rows for shape in shapes)
     width = table_width(sizes.max_model_len, g)
     return Programs(spec, mesh, params, pool, width, max((0, *buckets)), max_rows), shapes, buckets

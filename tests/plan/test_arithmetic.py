@@ -8,11 +8,11 @@ import pytest
 
 from multilora_jax.errors import ConfigError
 from multilora_jax.memory.geometry import MODULES, NUM_ATTENTION
+from multilora_jax.models.loader import param_shapes
 from multilora_jax.plan.arithmetic import Sizes, adapter_pages, make_plan, row_bytes, weight_bytes
 from multilora_jax.plan.compiled import compile_step
 from multilora_jax.plan.target import (
     StepSizes,
-    describe_params,
     nbytes_per_device,
     target_mesh,
     target_programs,
@@ -89,7 +89,7 @@ def test_sixteen_devices_hold_each_kv_head_twice():
 def test_weights_are_counted_as_they_are_described(quantization, tied):
     model = dataclasses.replace(SMALL, tie_word_embeddings=tied, attention_bias=tied, mlp_bias=tied)
     spec = target_spec("cpu", model, 64, 1, "float32", quantization=quantization)
-    described = describe_params(spec, target_mesh("cpu", 1), 4096)
+    described = param_shapes(spec, 4096, target_mesh("cpu", 1))
     assert weight_bytes(model, spec.geometry, 4096, quantization) == nbytes_per_device(described)
 
 
