@@ -39,10 +39,12 @@ def narrowed(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-def make_engine(model: str | Path, *, narrow: bool = True, throttle: Any = None, **options: Any) -> LLMEngine:
+def make_engine(
+    model: str | Path, *, narrow: bool = True, throttle: Any = None, replica: int = -1, **options: Any
+) -> LLMEngine:
     """An engine of SIZES, narrowed unless told otherwise."""
     config = EngineConfig.from_dict({"model": str(model), **SIZES, **options})
-    engine = LLMEngine(config, progress=False, throttle=throttle)
+    engine = LLMEngine(config, progress=False, throttle=throttle, replica=replica)
     return narrowed(engine) if narrow else engine
 
 

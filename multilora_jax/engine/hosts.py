@@ -39,10 +39,13 @@ log = logging.getLogger(__name__)
 CONNECT_S = 120.0
 """Seconds that hosts wait for each other at the start."""
 
+_SERVER_KEYS = (f.name for part in (ApiConfig, ServerConfig) for f in fields(part))
 OWN_KEYS = frozenset(
-    ("host_rank", "host", "port", "api_keys", "admin_keys", "compilation_cache_dir", "lora_modules", "adapter_roots")
-    + ("max_connections", "client_timeout_s", "page", *(f.name for c in (ApiConfig, ServerConfig) for f in fields(c)))
-)
+    (
+        "host_rank", "host", "port", "api_keys", "admin_keys", "compilation_cache_dir", "lora_modules",
+        "adapter_roots", "max_connections", "client_timeout_s", "page", *_SERVER_KEYS,
+    )
+)  # fmt: skip
 """Keys that may differ between hosts: those about what the first alone does."""
 
 

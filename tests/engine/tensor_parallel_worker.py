@@ -3,11 +3,12 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.engine.tensor_parallel_worker GOLDEN_TINY MODELS PART
 
 MODELS is a folder of model folders: "odd", whose vocabulary is no whole number of units, "eight" with eight heads and
-KV heads, "grouped" with eight heads and two KV heads. PART is "quick", "slow" or "smollm2".
+KV heads, "grouped" with eight heads and two KV heads. PART is one of PARTS.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -22,12 +23,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
+from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.engine.row_buffers import RowBuffers
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.batch import SamplingBatch, SamplingEdits
 from multilora_jax.models.edits import ENTRY_CHUNK, edit_logits
 from multilora_jax.models.sampler import sample, token_logprobs
 from multilora_jax.plan.collectives import read_collectives
+from multilora_jax.replicas import ReplicatedEngine
 from multilora_jax.request import LoRARequest, SamplingParams
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_adapter, make_engine, run_all, tokens_of
 
@@ -40,14 +43,16 @@ def row_layers(runner):
     return runner.rows.layers
 
 
-def run_base(golden: Path, base: str, tp: int) -> tuple[list[list[int]], list[np.ndarray], dict[str, Any]]:
-    """(tokens, logits of every position, facts) of all cases of a base in one mixed batch."""
-    engine = make_engine(golden / "bases" / base, tensor_parallel_size=tp)
+def run_base(
+    golden: Path, base: str, tp: int, only: tuple[str, ...] = (), **options: Any
+) -> tuple[list[list[int]], list[np.ndarray], dict[str, Any]]:
+    """(tokens, logits of every position, facts) of all or `only` some cases of a base in one mixed batch."""
+    engine = make_engine(golden / "bases" / base, tensor_parallel_size=tp, **options)
     recorder = LogitsRecorder(engine)
     manifest = json.loads((golden / "manifest.json").read_text())
     loras: list[LoRARequest | None] = [None]
     for number, (name, case) in enumerate(manifest["cases"].items(), 1):
-        if case["base"] == base:
+        if case["base"] == base and name in (only or manifest["cases"]):
             lora = LoRARequest(name, number, str(golden / "cases" / name))
             engine.add_lora(lora)
             loras.append(lora)
@@ -176,16 +181,54 @@ def split_sampling(tp: int) -> dict[str, Any]:
     }
 
 
-def golden_base(golden: Path, base: str, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Facts of a golden base by number of devices, against one device."""
-    one_tokens, one_logits, _ = run_base(golden, base, 1)
+def golden_base(
+    golden: Path, base: str, sizes: tuple[int, ...], only: tuple[str, ...] = (), replicas: int = 1
+) -> dict[str, Any]:
+    """Facts of a golden base by number of devices, against one device; of the last of so many replicas."""
+    one_tokens, one_logits, _ = run_base(golden, base, 1, only)
     result = {}
     for tp in sizes:
-        tokens, logits, facts = run_base(golden, base, tp)
-        facts["same_tokens"] = tokens == one_tokens
-        facts["difference"] = max(float(np.abs(a - b).max()) for a, b in zip(logits, one_logits, strict=True))
-        result[str(tp)] = facts
+        for replica in range(replicas):
+            where: dict[str, Any] = {"data_parallel_size": replicas, "replica": replica} if replicas > 1 else {}
+            tokens, logits, facts = run_base(golden, base, tp, only, **where)
+            facts["same_tokens"] = tokens == one_tokens
+            facts["difference"] = max(float(np.abs(a - b).max()) for a, b in zip(logits, one_logits, strict=True))
+            result[f"{tp}/{replica}" if where else str(tp)] = facts
     return result
+
+
+def replicated(golden: Path, tp: int) -> dict[str, Any]:
+    """Texts of the golden cases from two replicas of `tp` devices behind one engine, asked all at once."""
+    base = golden / "bases" / "tied"
+    engines = [
+        make_engine(base, tensor_parallel_size=tp, data_parallel_size=2, replica=replica) for replica in range(2)
+    ]
+    both = ReplicatedEngine([AsyncEngine(engine) for engine in engines])
+
+    async def ask(name: str, lora: LoRARequest | None, turn: int) -> bool:
+        file = load_file((base if lora is None else golden / "cases" / name) / "expected.safetensors")
+        prompt = file["prompt.1"].tolist()
+        async for output in both.generate(prompt, greedy(NEW_TOKENS), f"{name}/{turn}", lora_request=lora):
+            tokens = output.outputs[0].token_ids
+        return list(tokens) == file["greedy.1"].tolist()
+
+    async def ask_all() -> list[bool]:
+        loras: list[LoRARequest | None] = [None]
+        for number, name in enumerate(("all_linear", "qv", "rank64", "dora", "embed_tied"), 1):
+            await both.register_lora(LoRARequest(name, number, str(golden / "cases" / name)))
+            loras.append(LoRARequest(name, number))
+        asked = [(lora.lora_name if lora else "base", lora, turn) for turn in range(2) for lora in loras]
+        return await asyncio.gather(*(ask(*each) for each in asked))
+
+    right = asyncio.run(ask_all())
+    resident = [sorted(adapter.name for adapter in engine.cache.residents()) for engine in engines]
+    both.shutdown(drain=False)
+    for engine in engines:
+        engine.check_integrity()
+    return {
+        "right": right, "resident": resident,
+        "devices": [sorted(s.device.id for s in engine.runner.pool.addressable_shards) for engine in engines],
+    }  # fmt: skip
 
 
 def smollm2(sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -211,26 +254,53 @@ def smollm2(sizes: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def quick(golden: Path, models: Path, adapters: Path) -> dict[str, Any]:
+    """One golden case on two and on four devices (which hold each of the two KV heads twice), and what is cheap."""
+    return {
+        "tied": golden_base(golden, "tied", (2, 4), ("all_linear",)),
+        "refused": refusal(golden, 3),
+        "sampling": {str(tp): split_sampling(tp) for tp in (8,)},
+    }
+
+
+def every_tied(golden: Path, models: Path, adapters: Path) -> dict[str, Any]:
+    """All cases of one base, and two replicas of four devices."""
+    return {
+        "tied": golden_base(golden, "tied", (2, 4)),
+        "two by four": golden_base(golden, "tied", (4,), ("all_linear", "dora", "lm_head_tied"), replicas=2),
+        "replicated": replicated(golden, 4),
+    }
+
+
+def every_base(golden: Path, models: Path, adapters: Path) -> dict[str, Any]:
+    """The other bases."""
+    bases = [path.name for path in sorted((golden / "bases").iterdir()) if path.name != "tied"]
+    return {"bases": {base: golden_base(golden, base, (2, 4)) for base in bases}}
+
+
+def random_models(golden: Path, models: Path, adapters: Path) -> dict[str, Any]:
+    """Random weights: up to eight devices, biases, a vocabulary that nothing divides, 8 bits."""
+    return {
+        "odd": dummy_model(models / "odd", (1, 2)),
+        "int8": dummy_model(models / "odd", (1, 2), quantization="int8"),
+        "eight": dummy_model(models / "eight", (1, 2, 4, 8), adapters),
+        "grouped": dummy_model(models / "grouped", (1, 2, 4, 8), adapters),
+        "sampling": {str(tp): split_sampling(tp) for tp in (2, 8)},
+    }
+
+
+PARTS = {
+    "quick": quick, "every_tied": every_tied, "every_base": every_base, "random_models": random_models,
+    "smollm2": lambda *_: {"smollm2": smollm2((1, 3))},
+}  # fmt: skip
+
+
 def main() -> None:
-    golden, models, part = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    golden, models = Path(sys.argv[1]), Path(sys.argv[2])
     result: dict[str, Any] = {"num_devices": len(jax.devices())}
     with tempfile.TemporaryDirectory() as folder:
         adapters = Path(folder)
-        if part == "quick":
-            result["tied"] = golden_base(golden, "tied", (2, 4))
-            result["refused"] = refusal(golden, 3)
-            result["odd"] = dummy_model(models / "odd", (1, 2))
-            result["int8"] = dummy_model(models / "odd", (1, 2), quantization="int8")
-            result["eight"] = dummy_model(models / "eight", (1, 8), adapters)
-            result["grouped"] = dummy_model(models / "grouped", (1, 8), adapters)
-            result["sampling"] = {str(tp): split_sampling(tp) for tp in (2, 8)}
-        elif part == "smollm2":
-            result["smollm2"] = smollm2((1, 3))
-        else:
-            bases = [path.name for path in sorted((golden / "bases").iterdir()) if path.name != "tied"]
-            result["bases"] = {base: golden_base(golden, base, (2, 4)) for base in bases}
-            result["eight"] = dummy_model(models / "eight", (1, 2, 4, 8), adapters)
-            result["grouped"] = dummy_model(models / "grouped", (1, 2, 4, 8), adapters)
+        result |= PARTS[sys.argv[3]](golden, models, adapters)
     print(json.dumps(result))
 
 
