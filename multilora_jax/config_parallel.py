@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class ParallelConfig:
     """The part of EngineConfig about how the model is spread over devices and hosts."""
 
+    # Many devices and hosts
     tensor_parallel_size: int = field(
         default=1, metadata=key_info("Devices that the model and the pool are split over.", low=1)
     )
