@@ -155,7 +155,7 @@ def split_sampling(tp: int) -> dict[str, Any]:
                       np.arange(S) % 7 == 0, rng.integers(0, 2**32, (S, V // 32), np.uint32)),
         row_E=np.resize(np.arange(S, dtype=i32), ENTRY_CHUNK),
         token_E=rng.integers(0, V, ENTRY_CHUNK).astype(i32),
-        bias_E=np.full(ENTRY_CHUNK, 9, f32), factor_E=np.ones(ENTRY_CHUNK, f32),
+        bias_E=np.full(ENTRY_CHUNK, 30, f32), factor_E=np.ones(ENTRY_CHUNK, f32),
     )  # fmt: skip
 
     def run(logits_SV: Any, axis_name: str | None = None) -> Any:
