@@ -6,12 +6,18 @@ import asyncio
 
 import pytest
 
-from multilora_jax.async_engine import EngineDeadError
+from multilora_jax.async_engine import AsyncEngine
+from multilora_jax.engine.metrics import PHASES, EngineStats
+from multilora_jax.engine.replica_stats import merge_stats
+from multilora_jax.engine_vitals import EngineDeadError
 from multilora_jax.errors import NotFoundError, UserError
+from multilora_jax.memory.allocator import PageKind
 from multilora_jax.replicas import ReplicatedEngine
 from multilora_jax.request import LoRARequest, SamplingParams
+from multilora_jax.server.live import LiveView
 from multilora_jax.server.metrics import ServerMetrics
-from tests.server.fake_engine import GOLDEN
+from tests.server.fake_engine import GOLDEN, PAGES
+from tests.server.pool_engine import PoolEngine
 from tests.test_async_engine import last, wait_for
 
 pytestmark = pytest.mark.anyio
@@ -118,3 +124,37 @@ async def test_one_dead_replica_makes_all_unhealthy(two):
     results = await asyncio.gather(*(last(stream) for stream in streams), return_exceptions=True)
     assert sum(isinstance(result, EngineDeadError) for result in results) == 1
     assert not engine.healthy
+
+
+async def test_the_page_shows_the_pools_of_all_replicas():
+    fakes = [PoolEngine() for _ in range(2)]
+    engine = ReplicatedEngine([AsyncEngine(fake) for fake in fakes])  # type: ignore[arg-type]
+    await engine.register_lora(lora("a"))
+    await last(engine.generate("hi", SamplingParams(max_tokens=2), "r", lora_request=lora("a")))
+    fakes[1].allocator.allocate(3, PageKind.KV)
+    state = await LiveView(engine).look()
+    assert (state["pool"]["cells"], state["pool"]["pages"]) == (2 * PAGES, 2 * PAGES)
+    assert (PAGES, 3, 1, 1) in state["pool"]["runs"]
+    assert [row["name"] for row in state["adapters"]["rows"]] == ["a"]
+    engine.shutdown(drain=False)
+
+
+async def test_troubles_and_checks_are_those_of_any_replica(two):
+    engine, fakes = two
+    assert engine.trouble is None
+    assert (await engine.examine_lora(str(GOLDEN / "cases" / "qv"))).version is not None
+    fakes[1].fail_step = KeyboardInterrupt()
+    streams = [await engine.submit("hi", SamplingParams(max_tokens=3), f"r{i}") for i in range(2)]
+    await asyncio.gather(*map(last, streams), return_exceptions=True)
+    assert engine.trouble == "engine_dead"
+    assert [replica.trouble for replica in engine.replicas] == [None, "engine_dead"]
+
+
+def test_figures_by_size_and_by_phase_add_up():
+    one, other = EngineStats(num_running=1), EngineStats()
+    one.add_step(0.5, 3, [0.1] * len(PHASES))
+    other.add_step(0.25, 300, [0.2] * len(PHASES))
+    merged = merge_stats([one, other])
+    assert (merged.steps, merged.step_seconds, merged.step_tokens, merged.num_running) == (2, 0.75, 303, 1)
+    assert sum(merged.steps_by_tokens) == 2
+    assert merged.phase_seconds == pytest.approx([0.3] * len(PHASES))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -185,3 +186,19 @@ def test_hosts_of_different_configurations_do_not_start(pair):
     follower, config = host(1, pair[1])
     with pytest.raises(ConfigError, match="max_num_seqs is 32 here and 8 on host 0"):
         follower.agree(config, {})
+
+
+def test_what_fails_on_the_first_host_ends_the_group(pair):
+    """The other has run the program: arrays would go by different numbers from now on."""
+    leader, _ = host(0, pair[0])
+    with pytest.raises(ZeroDivisionError):
+        leader.call(("rows", 64), lambda: 1 / 0)
+    assert "host 0 of 2 was lost (ZeroDivisionError: division by zero)" in leader.lost.message
+    sent = pair[1].recv(1 << 16)
+    for call in (lambda: leader.call(("rows", 64), lambda: None), lambda: leader.put(np.zeros(1))):
+        with pytest.raises(HostLostError, match="ZeroDivisionError.*restart all hosts"):
+            call()
+    pair[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        pair[1].recv(1)
+    assert b"rows" in sent
