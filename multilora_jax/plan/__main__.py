@@ -17,12 +17,12 @@ from absl import flags as absl_flags
 from jax.sharding import Mesh
 
 from multilora_jax import flags
+from multilora_jax.adapters.host_base import read_model_config
 from multilora_jax.adapters.make import TARGETS
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
 from multilora_jax.engine.rank_rows import row_buckets
 from multilora_jax.errors import ConfigError
-from multilora_jax.models.checkpoint import open_checkpoint, read_config
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.plan.arithmetic import Plan, Sizes, make_plan
@@ -63,9 +63,10 @@ def define_flags() -> None:
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """The model's sizes; no weights are read, nor needed with load_format: dummy."""
-    folder = Path(config.model).expanduser()
-    return read_config(folder) if folder.is_dir() else open_checkpoint(config.model, progress=False).config
+    """The model's sizes, from model_shape where there is one; no weights are read."""
+    if config.model_shape:
+        return ModelConfig.from_hf(dict(config.model_shape), config.base_name)
+    return read_model_config(config.model)
 
 
 def plan_of(config: EngineConfig, model: ModelConfig, f: Any) -> tuple[Plan, Sizes, str]:
