@@ -21,7 +21,6 @@ async def run_round(host: str, port: int, path: str, bodies: list[dict[str, Any]
     Raises:
         RuntimeError: an answer is none of 200.
     """
-    connections = [await Connection.open(host, port) for _ in range(min(concurrency, len(bodies)))]
     todo = iter(enumerate(bodies))
     e2e_ms, ttft_ms = [0.0] * len(bodies), [0.0] * len(bodies)
     pieces = 0
@@ -40,11 +39,21 @@ async def run_round(host: str, port: int, path: str, bodies: list[dict[str, Any]
                 pieces += 1
             e2e_ms[number], ttft_ms[number] = (time.perf_counter() - sent) * 1e3, (first - sent) * 1e3
 
-    start = time.perf_counter()
-    await asyncio.gather(*map(worker, connections))
-    seconds = time.perf_counter() - start
-    for connection in connections:
-        await connection.close()
+    connections: list[Connection] = []
+    workers: list[asyncio.Task[None]] = []
+    try:
+        for _ in range(min(concurrency, len(bodies))):
+            connections.append(await Connection.open(host, port))
+        start = time.perf_counter()
+        workers += [asyncio.create_task(worker(connection)) for connection in connections]
+        await asyncio.gather(*workers)
+        seconds = time.perf_counter() - start
+    finally:
+        for task in workers:  # one that fails ends the round: nobody writes on a connection that is closed below
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        for connection in connections:
+            await connection.close()
     return {"seconds": seconds, "pieces": pieces, "e2e_ms": e2e_ms, "ttft_ms": ttft_ms}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -79,8 +80,10 @@ class Connection:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection, and waits until it has ended."""
         self._writer.close()
+        with contextlib.suppress(OSError):  # the other side was first
+            await self._writer.wait_closed()
 
 
 async def ask(host: str, port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:

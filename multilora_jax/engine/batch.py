@@ -12,11 +12,11 @@ import numpy as np
 from multilora_jax.engine.rank_rows import ROW_BLOCK
 from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
 from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.models.batch import ForwardBatch, PromptRows, SamplingBatch
+from multilora_jax.models.batch import ForwardBatch, SamplingBatch
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.request import Sequence
 from pallas_kernels.paged_attention.xla import PAGE_CHUNK, first_row, num_groups
-from pallas_kernels.segmented_lora.xla import ROWS_OF_A_TURN
+from pallas_kernels.segmented_lora.xla_pieces import PromptPieces, Segment
 
 __all__ = [
     "BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pack", "pick_shape",
@@ -120,11 +120,10 @@ def empty_batch(shape: BatchShape, spec: LlamaSpec, width: int, slots: int = 0) 
         "prefill_chunks": np.zeros(num_groups(N, block_group), np.int32),
         "mix_SX": np.zeros((S, slots), np.float32) if slots else None,
     }
-    num_rows, prompt_rows = slots * ROW_BLOCK, None
-    if N and num_rows > ROWS_OF_A_TURN and not spec.in_place:
-        row_C: Any = np.zeros(-(-num_rows // ROWS_OF_A_TURN) * ROWS_OF_A_TURN, np.int32)
-        prompt_rows = PromptRows(row_C, np.int32(0))  # pyright: ignore[reportArgumentType]
-    return ForwardBatch(**arrays, sampling=sampling, prompt_rows=prompt_rows, lora=None)
+    num_rows, pieces = slots * ROW_BLOCK, None
+    if N and 0 < spec.pieces_from <= num_rows and not spec.in_place:
+        pieces = PromptPieces.empty(P, N, num_rows)
+    return ForwardBatch(**arrays, sampling=sampling, pieces=pieces, lora=None)
 
 
 def build_batch(
@@ -203,12 +202,8 @@ def build_batch(
         row += used
         start += count
     _count_chunks(batch.prefill_chunks, np.asarray(last) - 1, shape.num_blocks, spec.attention_groups[1], S)
-    if batch.prompt_rows is not None:
-        adapters = {adapter for seq, _ in step.prefills for adapter in seq.adapters}
-        owned = np.array(sorted(row for adapter in adapters for row in rows_of(adapter)), np.int32)
-        num_rows = len(owned) * ROW_BLOCK
-        batch.prompt_rows.row_C[:num_rows] = np.add.outer(owned, np.arange(ROW_BLOCK)).ravel()  # pyright: ignore
-        batch.prompt_rows.num_rows = np.int32(num_rows)  # pyright: ignore[reportAttributeAccessIssue]
+    if batch.pieces is not None:
+        batch.pieces.fill(_segment(seq, start - shape.num_decodes, count, rows_of) for seq, start, count in chunks)
     return BuiltBatch(batch, shape, rows, chunks)
 
 
@@ -232,6 +227,12 @@ def pack(batch: ForwardBatch) -> np.ndarray:
 def _mix_row(batch: ForwardBatch, rows: slice, seq: Sequence, slot_of: Callable[[Any], int]) -> None:
     for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
         batch.mix_SX[rows, slot_of(adapter)] = scale  # pyright: ignore[reportOptionalSubscript]
+
+
+def _segment(seq: Sequence, first: int, count: int, rows_of: Callable[[Any], list[int]]) -> Segment:
+    """Prompt tokens and the blocks of rank rows that they use."""
+    mix = zip(seq.adapters, seq.adapter_scales, strict=True)
+    return first, count, [(row // ROW_BLOCK, scale) for adapter, scale in mix for row in rows_of(adapter)]
 
 
 def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> None:

@@ -22,6 +22,7 @@ from pallas_kernels.dispatch import current_device
 from pallas_kernels.paged_attention.api import pick as pick_attention
 from pallas_kernels.segmented_lora.api import pick as pick_lora
 from pallas_kernels.segmented_lora.xla_blocks import BLOCKS_FROM
+from pallas_kernels.segmented_lora.xla_pieces import PIECES_FROM
 
 DEFAULT_CPU_POOL_BYTES = 1 << 30
 """Pool size where no size is configured and the device does not say how much memory it has."""
@@ -92,6 +93,11 @@ def attention_groups() -> tuple[int, int]:
 def blocks_from(dtype: str) -> int:
     """LlamaSpec.blocks_from."""
     return BLOCKS_FROM if features_first(dtype) else 0
+
+
+def pieces_from() -> int:
+    """LlamaSpec.pieces_from: many small products, one after another, are a CPU's way and no accelerator's."""
+    return PIECES_FROM if jax.default_backend() == "cpu" else 0
 
 
 def interprets(kernel_backend: str) -> bool:

@@ -93,6 +93,7 @@ def load_model(config: EngineConfig, *, progress: bool, replica: int = -1) -> Lo
         config.quantization,
         devices.attention_groups(),
         devices.blocks_from(dtype),
+        devices.pieces_from(),
         devices.attention_backend(config.kernel_backend, model_config, dtype),
         devices.interprets(config.kernel_backend),
         lora_backend,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.segmented_lora import BlockUsers, Plan
+from pallas_kernels.segmented_lora import BlockUsers, Plan, PromptPieces
 
 
 @jax.tree_util.register_dataclass
@@ -137,15 +137,6 @@ class SamplingEdits:
 
 @jax.tree_util.register_dataclass
 @dataclass
-class PromptRows:
-    """Which rank rows the adapters of the prefill blocks own, see lora_deltas_of_rows."""
-
-    row_C: jax.Array  # int32[C]
-    num_rows: jax.Array  # int32[], how many of them
-
-
-@jax.tree_util.register_dataclass
-@dataclass
 class ForwardBatch:
     """Everything one step reads besides parameters and pool."""
 
@@ -159,7 +150,7 @@ class ForwardBatch:
     prefill_chunks: jax.Array  # int32[G'], the same of the prefill blocks
     sampling: SamplingBatch
     mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: nothing reads it
-    prompt_rows: PromptRows | None  # rank rows that the prefill blocks need; None: few enough to take all
+    pieces: PromptPieces | None  # the prompts by the rank rows of their adapters; None: few enough rows to take all
     lora: LoRARows | None  # None: no adapter in this step
     plan: Plan | None = None  # where adapters are read in place: which tokens meet which rank rows
 
@@ -204,7 +195,7 @@ class LayerInputs:
     cos_TH2: jax.Array  # float32[T, H/2]
     sin_TH2: jax.Array  # float32[T, H/2]
     mix_RT: jax.Array | None  # float32[R, T], factor of token t on the adapter that owns rank row r
-    prompt_rows: PromptRows | None  # of the prefill blocks
+    pieces: PromptPieces | None  # see ForwardBatch
     users: BlockUsers | None  # of the decode rows, where rank rows lie in blocks
     scale_LMR: jax.Array | None  # float32[L, 7, R]
     const_LMR: jax.Array | None  # float32[L, 7, R]

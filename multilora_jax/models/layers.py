@@ -33,6 +33,8 @@ class LlamaSpec:
         quantization: "int8" where the weights of products are QuantWeights, else None.
         attention_groups: decode rows and prefill blocks that attention takes at a time, see paged_attention.
         blocks_from: rank rows from which on their buffers lie in blocks, see lora_deltas_of_blocks; 0: never.
+        pieces_from: rank rows from which on prompts are multiplied by those of their own adapters alone, see
+            add_lora_of_pieces; 0: never.
         attention_backend: "xla", or the Pallas implementation of ragged_paged_attention to use instead.
         lora_backend: "xla" for products by copied rank rows, or the Pallas implementation of lora_delta, which reads
             adapters in place; that needs activations [T, features].
@@ -47,6 +49,7 @@ class LlamaSpec:
     quantization: str | None = None
     attention_groups: tuple[int, int] = (16, 4)
     blocks_from: int = 0
+    pieces_from: int = 0
     attention_backend: str = "xla"
     interpret: bool = False
     lora_backend: str = "xla"

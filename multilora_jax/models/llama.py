@@ -159,7 +159,7 @@ def begin(
         cos_TH2=top["cos"][batch.positions_T],
         sin_TH2=top["sin"][batch.positions_T],
         mix_RT=mix_RT,
-        prompt_rows=batch.prompt_rows,
+        pieces=batch.pieces,
         users=users,
         scale_LMR=lora and lora.scale_LMR,
         const_LMR=lora and lora.const_LMR,

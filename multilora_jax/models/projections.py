@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from multilora_jax.memory.geometry import MODULES
-from multilora_jax.models.batch import LayerInputs, LayerRows, PromptRows, UnitTable
+from multilora_jax.models.batch import LayerInputs, LayerRows, UnitTable
 from multilora_jax.models.in_place import InPlaceDeltas
 from multilora_jax.models.layers import LlamaSpec, along_features, linear
 from multilora_jax.models.rows import PLACES
 from multilora_jax.models.shards import own_slice
 from pallas_kernels.segmented_lora import (
     BlockUsers,
+    PromptPieces,
+    add_lora_of_pieces,
     lora_deltas_of_blocks,
-    lora_deltas_of_rows,
     lora_expand,
     lora_shrink,
 )
@@ -45,9 +46,9 @@ class LayerDeltas:
     const_MR: jax.Array  # float32[7, R]
     gain_MR: jax.Array | None  # float32[7, R]
     norm_2R: jax.Array | None  # float32[2, R]
-    prompt_rows: PromptRows | None
+    pieces: PromptPieces | None
     users: BlockUsers | None
-    num_decodes: int
+    num_prompt_tokens: int
 
     def at(self, pool: jax.Array) -> LayerDeltas:
         """The same with a newer pool, of which it reads nothing."""
@@ -67,36 +68,41 @@ class LayerDeltas:
         """Whether the step has rows for the module."""
         return getattr(self.rows, PLACES[module][0]) is not None
 
-    def deltas(self, spec: LlamaSpec, x: jax.Array, modules: tuple[str, ...]) -> list[jax.Array]:
-        """The deltas of modules that share the input x (this shard's features), each this shard's outputs, float32."""
+    def add(self, spec: LlamaSpec, y: jax.Array, x: jax.Array, modules: tuple[str, ...]) -> jax.Array:
+        """y plus the deltas of modules that share the input x: this shard's features of x and of the outputs, which
+        lie side by side."""
+        if self.pieces is None:
+            return y + self._dense(spec, x, self.mix_RT, modules)
+        axis, num_decodes = 1 - spec.feature_axis, x.shape[1 - spec.feature_axis] - self.num_prompt_tokens
+        few = jax.lax.slice_in_dim(x, 0, num_decodes, axis=axis)
+        few = self._dense(spec, few, self.mix_RT[:, :num_decodes], modules)
+        rows, pieces, num_tokens = self._of(modules), self.pieces, self.num_prompt_tokens
+
+        def add_prompts(y_TO: jax.Array, x_TI: jax.Array) -> jax.Array:
+            return add_lora_of_pieces(y_TO, x_TI, *rows, pieces, num_tokens, axis_name=spec.axis_name)
+
+        if spec.features_first:
+            return y + add_prompts(jnp.pad(few.T, ((0, num_tokens), (0, 0))), x.T).T
+        few += jax.lax.slice_in_dim(y, 0, num_decodes)
+        return add_prompts(jax.lax.dynamic_update_slice(y, few, (0, 0)), x)
+
+    def _dense(self, spec: LlamaSpec, x: jax.Array, mix_RT: jax.Array, modules: tuple[str, ...]) -> jax.Array:
+        """The deltas of tokens by all rank rows, or by the blocks that they use; the modules' outputs side by side."""
+        a, b_M, scale_MR, const_MR = self._of(modules)
+        layout: Any = {"features_first": spec.features_first, "axis_name": spec.axis_name}
+        if self.users is not None:
+            deltas = lora_deltas_of_blocks(x, a, b_M, scale_MR, const_MR, self.users, **layout)
+        else:
+            s = lora_shrink(x, a, scale_MR, mix_RT, const_MR, **layout)
+            deltas = [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
+        return jnp.concatenate(deltas, spec.feature_axis)
+
+    def _of(self, modules: tuple[str, ...]) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
+        """Of modules that share an input: their rows of A, of each its rows of B, and what the rows are there."""
         first = MODULES.index(modules[0])
         part = slice(first, first + len(modules))
-        a_MRI = getattr(self.rows, PLACES[modules[0]][0])
-        scale_MR, const_MR = self.scale_MR[part], self.const_MR[part]
-        layout: Any = {"features_first": spec.features_first, "axis_name": spec.axis_name}
-
-        b_MOR = [getattr(self.rows, PLACES[module][2]) for module in modules]
-
-        def whole(x: jax.Array, mix_RT: jax.Array) -> list[jax.Array]:
-            if self.users is not None:
-                return lora_deltas_of_blocks(x, a_MRI, b_MOR, scale_MR, const_MR, self.users, **layout)
-            s = lora_shrink(x, a_MRI, scale_MR, mix_RT, const_MR, **layout)
-            return [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
-
-        if self.prompt_rows is None:
-            return whole(x, self.mix_RT)
-        owned, axis = self.prompt_rows, 1 - spec.feature_axis
-        decodes, prefills = jnp.split(x, [self.num_decodes], axis)
-        mix_RB, mix_RP = jnp.split(self.mix_RT, [self.num_decodes], 1)
-        few = lora_deltas_of_rows(
-            prefills, a_MRI, b_MOR, scale_MR, mix_RP, const_MR, owned.row_C, owned.num_rows, **layout
-        )
-        pairs = zip(whole(decodes, mix_RB), few, strict=True)
-        return [jnp.concatenate(pair, axis) for pair in pairs]
-
-    def add(self, spec: LlamaSpec, y: jax.Array, x: jax.Array, modules: tuple[str, ...]) -> jax.Array:
-        """y plus the deltas of these modules side by side."""
-        return y + jnp.concatenate(self.deltas(spec, x, modules), spec.feature_axis)
+        a, b_M = getattr(self.rows, PLACES[modules[0]][0]), [getattr(self.rows, PLACES[m][2]) for m in modules]
+        return a, b_M, self.scale_MR[part], self.const_MR[part]
 
     def gains(self, spec: LlamaSpec, modules: tuple[str, ...]) -> jax.Array:
         """sum_i w_i g_i of these modules side by side, this shard's outputs."""
@@ -134,10 +140,9 @@ def layer_deltas(
         return None
     gain = None if inputs.gain_LMR is None else inputs.gain_LMR[layer]
     norm = None if inputs.norm_L2R is None else inputs.norm_L2R[layer]
-    num_decodes = len(inputs.positions_T) - len(inputs.row_P)
     return LayerDeltas(
-        rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.prompt_rows,
-        inputs.users, num_decodes,
+        rows, inputs.mix_RT, inputs.scale_LMR[layer], inputs.const_LMR[layer], gain, norm, inputs.pieces,
+        inputs.users, len(inputs.row_P),
     )  # fmt: skip
 
 

@@ -159,11 +159,6 @@ def lora_deltas_of_blocks(
     return [y_TO.T if features_first else y_TO for y_TO in sums]
 
 
-def rows_of_blocks(a_NIC: jax.Array, block_J: jax.Array) -> jax.Array:
-    """A of some blocks as a matrix: [I, J * C]."""
-    return jnp.take(a_NIC, block_J, axis=0, mode="clip").swapaxes(0, 1).reshape(a_NIC.shape[1], -1)
-
-
 def _by_block(table_MR: jax.Array, num_blocks: int, columns: int) -> jax.Array:
     """[M, R] as the columns of A lie in their blocks: [N, M * BLOCK_ROWS]."""
     return table_MR.reshape(len(table_MR), num_blocks, BLOCK_ROWS).swapaxes(0, 1).reshape(num_blocks, columns)

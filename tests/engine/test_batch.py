@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     name="tiny", vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=96,
     rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64,
 )  # fmt: skip
-SPEC = LlamaSpec(CONFIG, GEOMETRY, BLOCK, attention_groups=(2, 3))
+SPEC = LlamaSpec(CONFIG, GEOMETRY, BLOCK, attention_groups=(2, 3), pieces_from=64)
 
 
 class Pages:
@@ -146,19 +146,23 @@ def test_prefill_chunks_are_packed_and_have_blocks_of_their_own():
     assert np.asarray(built.batch.mix_SX)[:, 0].tolist() == [0] * 8 + [1, 1] + [0] * 10
 
 
-def test_prefill_blocks_name_the_rank_rows_that_they_need():
+def test_prompts_are_cut_by_the_rank_rows_of_their_adapters():
     pages, a, b, c = Pages(), object(), object(), object()
-    rows = {a: [0, 72], b: [136], c: [184, 8]}
+    rows = {a: [0, 72], b: [136], c: [184, 8, 56]}
     decode, first, second = (sequence(pages, 5 * (x is a), 1 if x is a else 9, adapter=x) for x in (a, b, c))
+    base, weighted = sequence(pages, 0, 9), sequence(pages, 0, 9, adapter=a, scale=0.5)
     slots = {a: 0, b: 1, c: 23}  # 24 slots: 192 rows
-    owned: Any = build([decode], [(first, 9), (second, 9)], index=slots, rows=rows).batch.prompt_rows
-    assert owned.row_C.shape == (192,)
-    wanted = [row for start in (8, 136, 184) for row in range(start, start + 8)]  # the decode's are not among them
-    assert (owned.row_C[:24].tolist(), owned.num_rows) == (wanted, 24)
-    owned = build([decode], [(sequence(pages, 0, 9), 9)], index=slots, rows=rows).batch.prompt_rows
-    assert owned.num_rows == 0
-    assert build([decode], [], index=slots, rows=rows).batch.prompt_rows is None
-    assert build([decode], [(first, 9)], index={a: 0, b: 11}, rows=rows).batch.prompt_rows is None  # 96 rows
+    pieces: Any = build(
+        [decode], [(first, 9), (base, 9), (second, 9), (weighted, 9)], index=slots, rows=rows
+    ).batch.pieces
+    assert pieces.num_pieces == 4  # the decode's rows are not among them
+    assert pieces.first_N[:4].tolist() == [0, 18, 18, 27]
+    assert pieces.end_N[:4].tolist() == [9, 27, 27, 36]
+    assert pieces.block_NG[:4].tolist() == [[17, 0], [23, 1], [7, 0], [0, 9]]
+    assert pieces.factor_NG[:4].tolist() == [[1, 0], [1, 1], [1, 0], [0.5, 0.5]]
+    assert build([decode], [(base, 9)], index=slots, rows=rows).batch.pieces.num_pieces == 0
+    assert build([decode], [], index=slots, rows=rows).batch.pieces is None
+    assert build([decode], [(first, 9)], index={a: 0, b: 6}, rows=rows).batch.pieces is None  # 56 rows
 
 
 def test_sampling_options_of_a_row():

@@ -15,10 +15,8 @@ from pallas_kernels.segmented_lora import (
     BlockUsers,
     lora_delta_reference,
     lora_deltas_of_blocks,
-    lora_deltas_of_rows,
     lora_expand,
 )
-from pallas_kernels.segmented_lora.xla import ROWS_OF_A_TURN
 from pallas_kernels.segmented_lora.xla_blocks import BLOCK_ROWS, TURN_BLOCKS, TURN_USERS, users_of_a_round
 
 
@@ -95,7 +93,6 @@ def one_each(adapter_T, num_adapters):
 
 def test_a_block_is_what_the_engine_places():
     assert BLOCK_ROWS == ROW_BLOCK
-    assert ROWS_OF_A_TURN % BLOCK_ROWS == 0
 
 
 @pytest.mark.parametrize(("num_blocks", "num_tokens"), [(64, 32), (32, 32), (64, 2), (2, 32), (96, 17), (40, 1)])
@@ -177,26 +174,6 @@ def test_a_sharded_input_is_summed(features_first):
     for wanted, got in zip(whole, out, strict=True):
         for part in np.asarray(got):
             np.testing.assert_allclose(part.T if features_first else part, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("features_first", [True, False])
-@pytest.mark.parametrize("used", [(), (0,), (1, 3), tuple(range(7))])
-def test_rows_of_some_blocks_give_what_all_give(used, features_first):
-    """Adapters of 24 rows each, 21 blocks and two turns."""
-    factors = one_each(np.random.default_rng(len(used)).choice([-1, *used], 17), 7)
-    problem = Problem([24] * 7, factors, 32, (48, 16))
-    problem.const_MR[0, BLOCK_ROWS * problem.blocks[3][2] + 1] = 0.5
-    row_C = np.zeros(2 * ROWS_OF_A_TURN, np.int32)
-    rows = [block * BLOCK_ROWS + k for x in used for block in problem.blocks[x] for k in range(BLOCK_ROWS)]
-    row_C[: len(rows)] = rows
-    x = problem.x_TI.T if features_first else problem.x_TI
-    fn = jax.jit(lora_deltas_of_rows, static_argnames="features_first")
-    tables = problem.scale_MR, problem.mix_RT, problem.const_MR, row_C, np.int32(len(rows))
-    got = fn(x, problem.a_NIC, problem.b_MNKO, *tables, features_first=features_first)
-    for mine, wanted in zip(got, problem.run(features_first), strict=True):
-        mine = np.asarray(mine).T if features_first else np.asarray(mine)
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-4)
-        assert used or not np.any(mine)
 
 
 @pytest.mark.parametrize("features_first", [True, False])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from multilora_jax.bench.mixes import MIXES, segments
-from pallas_kernels.segmented_lora import lora_delta_reference, lora_deltas_of_rows, lora_expand, lora_shrink
-from pallas_kernels.segmented_lora.xla import ROWS_OF_A_TURN
+from pallas_kernels.segmented_lora import lora_delta_reference, lora_expand, lora_shrink
 
 DTYPES = ["float32", "bfloat16"]
 LAYOUTS = [True, False]
@@ -207,30 +206,3 @@ def test_both_are_differentiable():
 def test_anything(ranks, tokens, in_dim, out_dims, dtype, features_first, padding):
     adapter_T = [min(i, len(ranks) - 1) for i in tokens]
     Problem(ranks, adapter_T, in_dim, out_dims, dtype, padding=padding).check(features_first, foreign_a=np.nan)
-
-
-@pytest.mark.parametrize("features_first", [True, False])
-@pytest.mark.parametrize("used", [(), (0,), (3, 20), (0, 7, 8, 15, 23), tuple(range(24))])
-def test_some_of_the_rows_give_what_all_give(used, features_first):
-    """24 adapters of 8 rows, two turns; only rows of adapters in use are read, and what the others hold does not
-    matter."""
-    rng = np.random.default_rng(len(used))
-    adapter_T = rng.choice([-1, *used], 17)
-    problem = Problem([8] * 24, adapter_T, 32, (48, 16), jnp.float32)
-    a_MRI, b, owner_R, scale_MR = problem.rows()
-    for i in set(range(24)).difference(used):
-        a_MRI[:, 8 * i : 8 * (i + 1)] = np.nan
-    mix_RT = (owner_R[:, None] == adapter_T).astype(np.float32)
-    x = problem.x_TI.T if features_first else problem.x_TI
-    const_MR = np.zeros_like(scale_MR)
-    const_MR[:, 8 * 3] = 0.5  # a bias in a row of adapter 3
-    run = jax.jit(lora_deltas_of_rows, static_argnames="features_first")
-    row_C = np.zeros(2 * ROWS_OF_A_TURN, np.int32)
-    row_C[: 8 * len(used)] = [8 * i + row for i in used for row in range(8)]
-    got = run(x, a_MRI, b, scale_MR, mix_RT, const_MR, row_C, np.int32(8 * len(used)), features_first=features_first)
-    arrays = map(jnp.asarray, (x, a_MRI, scale_MR, mix_RT, const_MR))
-    s = lora_shrink(*arrays, features_first=features_first)
-    for m, mine in enumerate(got):
-        wanted = lora_expand(s[m], jnp.asarray(b[m]), features_first=features_first)
-        np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-4)
-        assert used or not np.any(mine)
