@@ -104,10 +104,12 @@ def target_spec(
         attention = devices.attention_backend(kernel_backend, model, dtype)
         interprets = devices.interprets(kernel_backend)
     lora = lora_backend(device, kernel_backend, geometry, dtype) if enable_lora else "xla"
+    everything = 1 << 30
     return LlamaSpec(
         model, geometry, prefill_block, cpu and devices.features_first(dtype) and lora == "xla", axis_name,
-        quantization, devices.attention_groups() if cpu else (1 << 30, 1 << 30),
-        devices.blocks_from(dtype) if cpu else 0, attention, interprets, lora,
+        quantization, attention_groups=devices.attention_groups() if cpu else (everything, everything),
+        blocks_from=devices.blocks_from(dtype) if cpu else 0, pieces_from=devices.pieces_from() if cpu else 0,
+        attention_backend=attention, interpret=interprets, lora_backend=lora,
     )  # fmt: skip
 
 
