@@ -124,11 +124,14 @@ class ReplicatedEngine:
     # ---- adapters ----------------------------------------------------------------------------------------------
 
     async def prepare(self, lora_request: Mix) -> None:
-        """Load those of a request's adapters that were never loaded, where the request will go."""
+        """Load those of a request's adapters that were never loaded, where the request will go.
+
+        The first replica loads them too: templates, tokenizers and digests are asked of it.
+        """
         names = [request.lora_name for request in read_mix(lora_request)]
         homes = next((homes for name in names if (homes := self._homes(name))), None)
         number = homes[0] if homes else self._emptiest()
-        await self.replicas[number].prepare(lora_request)
+        await asyncio.gather(*(self.replicas[n].prepare(lora_request) for n in {0, number}))
         with self._lock:
             for name in names:
                 self._placement.settle(name, number)

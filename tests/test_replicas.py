@@ -92,6 +92,16 @@ async def test_adapters_are_known_to_every_replica(two):
         await engine.remove_lora("a")
 
 
+async def test_the_first_replica_knows_what_another_is_to_answer_with(two):
+    engine, fakes = two
+    await engine.submit("hi", LONG, "busy")  # on the first
+    await engine.register_lora(lora("a"))
+    await engine.prepare(lora("a"))
+    assert [adapter.version is not None for adapter in engine.list_loras()] == [True]
+    await engine.submit("hi", LONG, "r", lora_request=lora("a"))
+    assert (names_of(fakes[0]), names_of(fakes[1])) == ([], ["a"])
+
+
 async def test_a_refused_adapter_is_known_to_none(two):
     engine, fakes = two
     fakes[1].remove_lora = lambda name: None
