@@ -142,7 +142,7 @@ async def test_the_page_shows_the_pools_of_all_replicas():
     await engine.register_lora(lora("a"))
     await last(engine.generate("hi", SamplingParams(max_tokens=2), "r", lora_request=lora("a")))
     fakes[1].allocator.allocate(3, PageKind.KV)
-    state = await LiveView(engine).look()
+    state = await LiveView(engine).look()  # type: ignore[arg-type]
     assert (state["pool"]["cells"], state["pool"]["pages"]) == (2 * PAGES, 2 * PAGES)
     assert (PAGES, 3, 1, 1) in state["pool"]["runs"]
     assert [row["name"] for row in state["adapters"]["rows"]] == ["a"]

@@ -66,9 +66,9 @@ class LiveView:
         self._taken = time.monotonic()
         looks = [look for look in found if look is not None]
         if len(looks) == len(found):  # else a step takes long: the last look is shown again
-            stats, books = zip(*looks, strict=True)
-            self._stats = stats[0] if len(stats) == 1 else merge_stats(list(stats))
-            self._view.update(*books)
+            stats = [figures for figures, _ in looks]
+            self._stats = stats[0] if len(stats) == 1 else merge_stats(stats)
+            self._view.update(*(books for _, books in looks))
 
     @property
     def _view(self) -> PoolView:

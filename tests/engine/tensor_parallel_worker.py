@@ -207,7 +207,7 @@ def replicated(golden: Path, tp: int) -> dict[str, Any]:
 
     async def ask(name: str, lora: LoRARequest | None, turn: int) -> bool:
         file = load_file((base if lora is None else golden / "cases" / name) / "expected.safetensors")
-        prompt = file["prompt.1"].tolist()
+        prompt, tokens = file["prompt.1"].tolist(), []
         async for output in both.generate(prompt, greedy(NEW_TOKENS), f"{name}/{turn}", lora_request=lora):
             tokens = output.outputs[0].token_ids
         return list(tokens) == file["greedy.1"].tolist()
