@@ -58,6 +58,7 @@ def processes(commands, num_devices):
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices_each", [1, 2])
 def test_two_hosts_give_the_reference(golden_tiny, devices_each):
     where, tp = f"127.0.0.1:{free_port()}", str(2 * devices_each)
@@ -97,6 +98,7 @@ def wait_until_ready(base, process, deadline_s=600.0):
     raise TimeoutError("the server was not ready in time")
 
 
+@pytest.mark.slow
 def test_a_lost_host_ends_the_server_within_ten_seconds(configs):
     port, where = free_port(), f"127.0.0.1:{free_port()}"
     base = f"http://127.0.0.1:{port}"

@@ -1,8 +1,12 @@
-"""Programs on a mesh of four virtual devices, as JSON: XLA_FLAGS=... python -m tests.plan.mesh_worker"""
+"""Programs on a mesh of four virtual devices, as JSON: XLA_FLAGS=... python -m tests.plan.mesh_worker PART
+
+PART is a key of PARTS: the types and ranks of which one layer's collectives are read.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +16,12 @@ from multilora_jax.memory.geometry import MODULES
 from multilora_jax.plan.arithmetic import exchanges
 from multilora_jax.plan.collectives import read_collectives
 from multilora_jax.plan.compiled import compile_step
-from multilora_jax.plan.layer_table import layer_collectives, table_text
+from multilora_jax.plan.layer_table import RANKS, layer_collectives, table_text
 from multilora_jax.plan.target import StepSizes, nbytes_per_device, target_mesh, target_programs, target_spec
 from tests.plan.models import SMALL
 
 TP, T, PAGES = 4, 16, 4096
+PARTS = {"quick": (("float32",), (8, 128)), "all": (("float32", "bfloat16"), RANKS)}
 
 
 def programs_in_place() -> dict[str, Any]:
@@ -46,9 +51,10 @@ def programs_in_place() -> dict[str, Any]:
 
 def main() -> None:
     result: dict[str, Any] = {"in_place": programs_in_place()}
-    for dtype in ("float32", "bfloat16"):
+    dtypes, ranks = PARTS[sys.argv[1]]
+    for dtype in dtypes:
         mesh, spec = target_mesh("cpu", TP), target_spec("cpu", SMALL, 64, TP, dtype)
-        rows = layer_collectives("cpu", mesh, spec, T)
+        rows = layer_collectives("cpu", mesh, spec, T, ranks)
         result[dtype] = [asdict(row) for row in rows]
         result[f"{dtype} table"] = table_text(rows, T, TP)
     print(json.dumps(result))

@@ -11,32 +11,37 @@ from pathlib import Path
 
 import pytest
 
-from multilora_jax.plan.layer_table import RANKS
 from tests.engine.test_tensor_parallel import worker_env
-from tests.plan.mesh_worker import TP, T
+from tests.plan.mesh_worker import PARTS, TP, T
 from tests.plan.models import SMALL
 
 ROOT = Path(__file__).parent.parent.parent
 BASE_SHAPE = sorted((T, SMALL.hidden_size))
 
 
-@pytest.fixture(scope="module")
-def seen():
-    command = [sys.executable, "-W", "error", "-m", "tests.plan.mesh_worker"]
+def run_worker(part):
+    """What mesh_worker.py printed."""
+    command = [sys.executable, "-W", "error", "-m", "tests.plan.mesh_worker", part]
     done = subprocess.run(command, cwd=ROOT, env=worker_env(TP), capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return run_worker("quick")
 
 
 def shapes_of(collectives):
     return [shape for collective in collectives for shape in collective["shapes"]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_add_no_collective_as_wide_as_the_base_s(seen, dtype):
+def check_layer(seen, part, dtype):
+    """No collective as wide as the base's is added, and what is sent follows the formula."""
+    ranks = PARTS[part][1]
     base, *rows = seen[dtype]
     assert [sorted(shape) for shape in shapes_of(base["collectives"])] == [BASE_SHAPE] * 2
-    assert [(row["reach"], row["rank"]) for row in rows] == [(reach, r) for reach in (0, 1) for r in RANKS]
+    assert [(row["reach"], row["rank"]) for row in rows] == [(reach, r) for reach in (0, 1) for r in ranks]
     for row in rows:
         shapes = shapes_of(row["collectives"])
         assert {c["kind"] for c in row["collectives"]} == {"all-reduce"}
@@ -45,15 +50,23 @@ def test_adapters_add_no_collective_as_wide_as_the_base_s(seen, dtype):
         modules = [1, 3] if row["reach"] == 0 else [1, 1, 2, 3]
         assert added == [n * T * row["rank"] for n in modules]
 
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_sent_follows_the_formula(seen, dtype):
-    for row in seen[dtype][1:]:
         assert row["added"] == pytest.approx(row["formula"])
         units = 5 if row["reach"] == 0 else 9  # S-LoRA's, in (N-1) B r / N
         assert row["slora"] == pytest.approx(units * (TP - 1) / TP * T * row["rank"])
         assert row["added"] / row["slora"] == pytest.approx(8 / 5 if row["reach"] == 0 else 14 / 9)
-    assert seen[f"{dtype} table"].count("\n") == 2 + 2 * len(RANKS)
+    assert seen[f"{dtype} table"].count("\n") == 2 + 2 * len(ranks)
+
+
+def test_adapters_add_no_collective_as_wide_as_the_base_s(seen):
+    check_layer(seen, "quick", "float32")
+
+
+@pytest.mark.slow
+def test_the_table_of_every_rank():
+    seen = run_worker("all")
+    for dtype in PARTS["all"][0]:
+        check_layer(seen, "all", dtype)
+        print(seen[f"{dtype} table"])
 
 
 def test_the_split_pool_is_updated_in_place(seen):
