@@ -49,7 +49,6 @@ def check_layer(seen, part, dtype):
         added = sorted(prod(shape) for shape in shapes if sorted(shape) != BASE_SHAPE)
         modules = [1, 3] if row["reach"] == 0 else [1, 1, 2, 3]
         assert added == [n * T * row["rank"] for n in modules]
-
         assert row["added"] == pytest.approx(row["formula"])
         units = 5 if row["reach"] == 0 else 9  # S-LoRA's, in (N-1) B r / N
         assert row["slora"] == pytest.approx(units * (TP - 1) / TP * T * row["rank"])
@@ -66,7 +65,6 @@ def test_the_table_of_every_rank():
     seen = run_worker("all")
     for dtype in PARTS["all"][0]:
         check_layer(seen, "all", dtype)
-        print(seen[f"{dtype} table"])
 
 
 def test_the_split_pool_is_updated_in_place(seen):
