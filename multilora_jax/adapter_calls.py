@@ -20,12 +20,14 @@ from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.request import LoRARequest
 from multilora_jax.request_stream import RequestStream
+from multilora_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from multilora_jax.engine.llm_engine import LLMEngine
     from multilora_jax.lora.adapter import Adapter
 
 T = TypeVar("T")
+Prompt = str | list[int] | dict[str, Any]
 
 PIN_WAIT_S = 10.0
 """Longest wait for a pinned adapter to be in the pool before the call that pinned it returns."""
@@ -166,6 +168,23 @@ class AdapterCalls:
     def _rouse(self) -> None:
         """Make an idle engine thread look whether there is something to do."""
         raise NotImplementedError
+
+    async def _tokenized(self, prompt: Prompt, adapters: Mix) -> Prompt:
+        """Text with its token ids, found on a worker thread: the engine thread must not wait for a long text."""
+        text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        if not isinstance(text, str) or not text:
+            return prompt
+        tokenizer = self.engine.tokenizer_for(adapters)
+        if tokenizer is None:
+            return prompt
+        rest = prompt if isinstance(prompt, dict) else {}
+        return {**rest, "prompt": text, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, text)}
+
+    async def _compiled(self, params: SamplingParams, adapters: Mix) -> Any:
+        if getattr(params, "structured_outputs", None) is None:
+            return None
+        loaded, _ = self.engine.adapters.resolve(adapters)
+        return await asyncio.to_thread(self.engine.plans.prepare, params, loaded)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from multilora_jax.adapter_calls import AdapterCalls, without_loading
+from multilora_jax.adapter_calls import AdapterCalls, Prompt, without_loading
 from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine_vitals import FAILING_PAUSE_S, EngineDeadError, Health
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Prompt = str | list[int] | dict[str, Any]
 Observer = Callable[[RequestOutput], None]
 
 
@@ -180,9 +179,18 @@ class AsyncEngine(AdapterCalls, Health):
                 await asyncio.wait_for(answer, timeout_s)
 
     @property
+    def replicas(self) -> list[AsyncEngine]:
+        """The engines that these are: itself; several of a ReplicatedEngine."""
+        return [self]
+
+    @property
     def num_live_requests(self) -> int:
         """Requests submitted and not yet finished."""
         return len(self._streams)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request of that id was submitted and is not yet finished."""
+        return request_id in self._streams
 
     def shutdown(self, drain: bool = True, timeout: float = 30.0) -> None:
         """Refuse new requests, finish the running ones (if `drain`) for at most `timeout` seconds, stop the thread.
@@ -215,23 +223,6 @@ class AsyncEngine(AdapterCalls, Health):
     def _rouse(self) -> None:
         self._commands.put(lambda: None)
 
-    async def _tokenized(self, prompt: Prompt, adapters: Mix) -> Prompt:
-        """Text with its token ids, found on a worker thread: the engine thread must not wait for a long text."""
-        text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
-        if not isinstance(text, str) or not text:
-            return prompt
-        tokenizer = self.engine.tokenizer_for(adapters)
-        if tokenizer is None:
-            return prompt
-        rest = prompt if isinstance(prompt, dict) else {}
-        return {**rest, "prompt": text, "prompt_token_ids": await asyncio.to_thread(tokenizer.encode, text)}
-
-    async def _compiled(self, params: SamplingParams, adapters: Mix) -> Any:
-        if getattr(params, "structured_outputs", None) is None:
-            return None
-        loaded, _ = self.engine.adapters.resolve(adapters)
-        return await asyncio.to_thread(self.engine.plans.prepare, params, loaded)
-
     def _post_abort(self, stream: RequestStream) -> None:
         self._commands.put(lambda: self._abort(stream))
 
@@ -248,7 +239,7 @@ class AsyncEngine(AdapterCalls, Health):
                     self._deliver(self._step())
         except BaseException as error:
             log.exception("the engine thread died")
-            self._die(error)
+            self.fail(error)
 
     def _step(self) -> list[RequestOutput]:
         try:
@@ -341,7 +332,8 @@ class AsyncEngine(AdapterCalls, Health):
         for stream in self._fail_all(lambda: UnavailableError("the server was shut down", reason="shutting_down")):
             self.engine.abort_request(stream.request_id)
 
-    def _die(self, cause: BaseException) -> None:
+    def fail(self, cause: BaseException) -> None:
+        """End every request and accept none, from any thread: the engine's own may be stuck in a step for good."""
         with self._lock:
             self._cause_of_death = cause
         self._fail_all(lambda: EngineDeadError(cause))

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_type_hints
 
 from multilora_jax.config_api import ApiConfig
 from multilora_jax.config_model import MODEL_SHAPE_DOC
+from multilora_jax.config_parallel import ParallelConfig
 from multilora_jax.config_rules import POOL_SIZE_KEYS, check_together
 from multilora_jax.config_scheduling import SCHEDULING, PolicyName
 from multilora_jax.config_server import ServerConfig
@@ -35,7 +36,7 @@ from multilora_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class EngineConfig(ApiConfig, ServerConfig):
+class EngineConfig(ApiConfig, ServerConfig, ParallelConfig):
     """Everything the engine and the server need to start. Only `model` has no default.
 
     `describe_keys()` gives each key's meaning, unit and range.
@@ -89,9 +90,6 @@ class EngineConfig(ApiConfig, ServerConfig):
     )
     max_model_len: int | None = field(
         default=None, metadata=key_info("Most tokens of prompt plus output; by default the model's own limit.", low=2)
-    )
-    tensor_parallel_size: int = field(
-        default=1, metadata=key_info("Devices that the model and the pool are split over.", low=1)
     )
 
     # Adapters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from multilora_jax.config_api import check_api
+from multilora_jax.config_parallel import check_parallel
 from multilora_jax.config_scheduling import check_scheduling
 from multilora_jax.config_server import check_server
 from multilora_jax.errors import ConfigError
@@ -51,6 +52,7 @@ def check_together(config: EngineConfig) -> None:
     check_scheduling(config)
     check_api(config)
     check_server(config)
+    check_parallel(config)
     if config.enable_lora and config.max_rank_rows < -(-config.max_lora_rank // 8) * 8:
         raise ConfigError(
             f"max_rank_rows {config.max_rank_rows} does not hold one adapter of max_lora_rank {config.max_lora_rank}: "

@@ -25,6 +25,9 @@ class EngineDeadError(UnavailableError):
     """The engine thread ended with an exception; nothing can be served until the process is restarted."""
 
     def __init__(self, cause: BaseException):
+        if isinstance(cause, UnavailableError):  # says by itself what is to be done
+            super().__init__(cause.message, reason=cause.reason)
+            return
         super().__init__(
             f"the engine stopped on an internal error ({type(cause).__name__}); see the log and restart the server",
             reason="engine_dead",

@@ -29,10 +29,13 @@ from multilora_jax import flags
 from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.host_memory import peak_memory_bytes
+from multilora_jax.engine.hosts import HostLostError, exit_without
 from multilora_jax.engine.llm_engine import LLMEngine
+from multilora_jax.engine.start import load_model
 from multilora_jax.errors import ConfigError
 from multilora_jax.logs import log_to_stderr
 from multilora_jax.memory.allocator import PoolIntegrityError
+from multilora_jax.replicas import ReplicatedEngine
 from multilora_jax.server.app import create_app
 from multilora_jax.server.connections import ConnectionLimits, fit_descriptors, make_protocol
 from multilora_jax.server.guard import Calls
@@ -44,6 +47,10 @@ CLOSE_S = 5
 
 POLL_S = 0.2
 """How often the main thread looks whether the server is to end."""
+
+
+LAST_ANSWERS_S = 2.0
+"""Seconds that answers about a lost host get to reach their clients."""
 
 
 def seconds_since_start() -> float:
@@ -66,23 +73,32 @@ def serve(config: EngineConfig) -> int:
     0; before the server is ready they end the process at once. A second SIGINT does not wait. The status is 1 where
     HTTP ended by itself, or where the books of the pool disagree at the end.
 
+    Of several hosts only the first listens; the others repeat its steps until it ends.
+
     Raises:
         ConfigError: the address cannot be listened on, the certificate is bad, or the engine cannot be built from this
             configuration.
     """
     check_certificate(config)
+    if config.host_rank:
+        return follow(config)
     with listen(config.host, config.port) as listener:
         app = create_app(None, config)
         http = _Http(app, listener, config)
         try:
-            engine = build_engine(config)
+            engines = [build_engine(config, replica) for replica in range(config.data_parallel_size)]
         except BaseException:
             http.stop()
             raise
-        engine.runner.programs.announces = True
-        async_engine = AsyncEngine(engine)
+        engine, replicas = engines[0], [AsyncEngine(engine) for engine in engines]
+        for each in engines:
+            each.runner.programs.announces = True
+        async_engine: Any = replicas[0] if len(replicas) == 1 else ReplicatedEngine(replicas)
         http.calls = app.state.context.calls
         app.state.context.attach(async_engine)
+        hosts = engine.runner.programs.hosts
+        if hosts is not None:
+            hosts.on_lost(lambda error: end_without_host(replicas[0], error))
         # What is there now stays for as long as the process: searching it for garbage takes 60
         # milliseconds and more (SmolLM2-135M), in the middle of some step.
         gc.collect()
@@ -93,18 +109,21 @@ def serve(config: EngineConfig) -> int:
         say(engine.describe(), ready, f"\n{curl_line(engine, address)}\n")
         status = http.wait(async_engine)
         async_engine.shutdown(drain=False)
+        if hosts is not None:
+            hosts.stop()
         if app.state.tracing:
             app.state.tracing.close()
-    return status or check_end(async_engine)
+    return status or check_end(replicas)
 
 
-def check_end(async_engine: AsyncEngine) -> int:
-    """The exit status of a server that has stopped: 1 where its engine still hangs or lost count of its pool."""
-    if not async_engine.stopped:
+def check_end(replicas: list[AsyncEngine]) -> int:
+    """The exit status of a server that has stopped: 1 where an engine still hangs or lost count of its pool."""
+    if not all(replica.stopped for replica in replicas):
         log.error("stopped, but the engine hangs in a step")
         return 1
     try:
-        async_engine.engine.check_integrity()
+        for replica in replicas:
+            replica.engine.check_integrity()
     except PoolIntegrityError as error:
         log.error("stopped, but the books of the pool disagree: %s", error)
         return 1
@@ -121,8 +140,28 @@ def say(*lines: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in the old one's buffer would fail again
 
 
-def build_engine(config: EngineConfig) -> LLMEngine:
-    """The engine, warmed up if the configuration asks for it; tells what it is at, on stderr.
+def follow(config: EngineConfig) -> int:
+    """What a host does that is not the first: its part of every step; returns the exit status."""
+    log.info("loading %s on host %d of %d", config.model, config.host_rank, config.num_hosts)
+    runner = load_model(config, progress=False).runner
+    log.info("host %d follows %s", config.host_rank, config.coordinator)
+    assert runner.programs.hosts is not None
+    status = runner.programs.hosts.follow(runner.programs)
+    if status:
+        exit_without(status)
+    return status
+
+
+def end_without_host(async_engine: AsyncEngine, error: HostLostError) -> None:
+    """Answers what is under way with the error, then ends the process, whose steps may never return."""
+    async_engine.fail(error)
+    time.sleep(LAST_ANSWERS_S)
+    log.error("stopping: %s", error.message)
+    exit_without(1)
+
+
+def build_engine(config: EngineConfig, replica: int = 0) -> LLMEngine:
+    """The engine, or one of several, warmed up if the configuration asks for it; tells what it is at, on stderr.
 
     On a terminal progress bars do; elsewhere each redrawn bar would be one more line of a log.
     """
@@ -132,8 +171,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         if not bars:
             log.info(text, *values)
 
-    tell("loading %s", config.model)
-    engine = LLMEngine(config, progress=bars)
+    tell("loading %s%s", config.model, f" (replica {replica})" if config.data_parallel_size > 1 else "")
+    engine = LLMEngine(config, progress=bars, replica=replica)
     if config.warm_up:
         tell("compiling every batch shape (--no-warm-up leaves it to the requests)")
         engine.warm_up()

@@ -39,10 +39,12 @@ def narrowed(engine: LLMEngine) -> LLMEngine:
     return engine
 
 
-def make_engine(model: str | Path, *, narrow: bool = True, throttle: Any = None, **options: Any) -> LLMEngine:
+def make_engine(
+    model: str | Path, *, narrow: bool = True, throttle: Any = None, replica: int = -1, **options: Any
+) -> LLMEngine:
     """An engine of SIZES, narrowed unless told otherwise."""
     config = EngineConfig.from_dict({"model": str(model), **SIZES, **options})
-    engine = LLMEngine(config, progress=False, throttle=throttle)
+    engine = LLMEngine(config, progress=False, throttle=throttle, replica=replica)
     return narrowed(engine) if narrow else engine
 
 
@@ -120,7 +122,8 @@ class LogitsRecorder:
             def head(top: Any, hidden: Any, vocab: Any) -> Any:
                 return compute_logits(top, hidden, spec=spec, vocab=vocab)
 
-            return programs._jit(head, (programs._specs["top"], P(), programs._vocab_specs(extended)), P())
+            specs = (programs._specs["top"], P(), programs._vocab_specs(extended))
+            return programs._jit(head, specs, P(None, "model"))
 
         def recorded(step: Any, pages_of: Any) -> Any:
             built, output = execute(step, pages_of)

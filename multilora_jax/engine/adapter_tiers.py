@@ -38,6 +38,7 @@ def make_reader(
         is_busy: whether sequences run on the cores that the threads share with them; None where they share none.
     """
     most_bytes = physical_memory() // 4 if config.max_cpu_lora_gib is None else config.max_cpu_lora_gib * 2**30
+    most_bytes /= config.data_parallel_size  # each replica has host copies of its own
     host = HostTier(
         max_adapters=config.max_cpu_loras, max_bytes=max(1, int(most_bytes)), policy=config.lora_eviction_policy
     )

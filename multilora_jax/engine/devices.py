@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.rank_rows import row_buckets
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
 from pallas_kernels.dispatch import current_device
@@ -32,15 +33,17 @@ _STEP_RESERVE_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 
 
-def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """Mesh ("data", "model") of shape (1, tp) over the first devices."""
-    devices = jax.devices()
-    if len(devices) < tensor_parallel_size:
+def make_mesh(tensor_parallel_size: int, replica: int = 0, num_replicas: int = 1) -> Mesh:
+    """Mesh ("data", "model") of one replica: row `replica` of the first devices laid out [num_replicas, tp]."""
+    devices, tp = jax.devices(), tensor_parallel_size
+    if len(devices) < tp * num_replicas:
+        copies = f" with data_parallel_size {num_replicas} needs {tp * num_replicas} devices"
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} needs as many devices, jax sees {len(devices)} "
-            f"({devices[0].platform})", reason="too_few_devices", param="tensor_parallel_size",
+            f"tensor_parallel_size {tp}{copies if num_replicas > 1 else ' needs as many devices'}, jax sees "
+            f"{len(devices)} ({devices[0].platform})", reason="too_few_devices", param="tensor_parallel_size",
         )  # fmt: skip
-    return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size), ("data", "model"))
+    grid = np.asarray(devices[: tp * num_replicas]).reshape(num_replicas, tp)
+    return Mesh(grid[replica : replica + 1], ("data", "model"))
 
 
 def choose_dtype(dtype: str) -> str:
@@ -145,8 +148,10 @@ def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return own if asked is None else asked
 
 
-def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_len: int, mesh: Mesh) -> int:
-    """Pages of the pool from whichever size the configuration gives.
+def pool_pages(
+    config: EngineConfig, model: ModelConfig, dtype: str, max_model_len: int, mesh: Mesh, in_place: bool = False
+) -> int:
+    """Pages of the pool from whichever size the configuration gives; `in_place`: no rank rows are copied.
 
     Raises:
         ConfigError: the size does not hold a single page.
@@ -165,6 +170,9 @@ def pool_pages(config: EngineConfig, model: ModelConfig, dtype: str, max_model_l
             size = min(wanted, DEFAULT_CPU_POOL_BYTES)
         else:
             weights = model.weight_bytes(one.storage_dtype.itemsize, config.quantization) // tp
+            if config.enable_lora and not in_place:  # the buffers in use, and those that are filled beside them
+                buckets = row_buckets(config.max_rank_rows, fine=False)
+                weights += sum(buckets[-2:]) * one.rank_row_bytes // tp
             share = config.gpu_memory_utilization if config.gpu_memory_utilization is not None else 0.9
             size = int((limit * share - weights - _STEP_RESERVE_BYTES) * tp)
     pages = size // one.page_bytes

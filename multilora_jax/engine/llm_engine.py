@@ -28,10 +28,10 @@ from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.config import PeftConfig
 from multilora_jax.memory.allocator import PageAllocator
-from multilora_jax.models.base_tensors import BaseTensors
 from multilora_jax.request import LoRARequest, RequestOutput, SamplingParams, Sequence
 from multilora_jax.tokenizer import Tokenizer
 
+Throttle = Callable[[int], float] | None
 _LOAD_WAIT_S = 0.02  # longest sleep of a step that has nothing to run because every request waits for its adapter
 
 
@@ -45,16 +45,17 @@ class LLMEngine:
         config: see EngineConfig.
         progress: show progress bars while loading and compiling.
         throttle: emulates slow storage of adapters, see SlowStorage.
+        replica: which of the server's data_parallel_size it is; -1: the only one.
 
     Raises:
         ConfigError, NotFoundError: the model or an adapter cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True, throttle: Callable[[int], float] | None = None):
+    def __init__(self, config: EngineConfig, *, progress: bool = True, throttle: Throttle = None, replica: int = -1):
         self.config = config
         self.base_name = config.base_name
         self._progress = progress
-        parts = load_model(config, progress=progress)
+        parts = load_model(config, progress=progress, replica=replica)
         self.model_config, self.geometry, self.max_model_len = parts.model_config, parts.geometry, parts.max_model_len
         self.tokenizer, self.runner = parts.tokenizer, parts.runner
         self.allocator = PageAllocator(self.geometry.num_pages)
@@ -69,7 +70,7 @@ class LLMEngine:
         # Guards the host's books: an unload from another thread must not meet a step that is being planned.
         self._books = threading.Lock()
         self.adapters = AdapterManager(
-            config, self.model_config, self.geometry, BaseTensors(self.runner.spec, self.runner.params), self.tokenizer,
+            config, self.model_config, self.geometry, self.runner.base_tensors(), self.tokenizer,
             self.cache, self.scheduler, self._books, forget=self.runner.rows.forget,
             read_back=self.runner.read_pages, throttle=throttle, shares_cores=self.runner.on_cpu,
         )  # fmt: skip

@@ -52,6 +52,7 @@ class EngineStats:
         steps_by_tokens: steps by how many tokens they ran, see STEP_TOKENS; step_tokens: tokens run in all of them.
         phase_seconds: seconds of the engine's thread in steps, by PHASES.
         attention_backend, lora_backend: what computes attention and the adapters' products, see LlamaSpec.
+        replicas: the parts that these figures are the sums of, where there are several engines.
     """
 
     num_running: int = 0
@@ -90,6 +91,7 @@ class EngineStats:
     phase_seconds: tuple[float, ...] = (0.0,) * len(PHASES)
     attention_backend: str = "xla"
     lora_backend: str = "xla"
+    replicas: list[EngineStats] = field(default_factory=list)
 
     def add_step(self, seconds: float, num_tokens: int = 0, phases: Iterable[float] = ()) -> None:
         """Counts a step of so many tokens; `phases` are the seconds of each of PHASES."""

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,6 +25,7 @@ from multilora_jax.engine.batch import (
 )
 from multilora_jax.engine.edits import build_edits, empty_edits
 from multilora_jax.engine.host_memory import release_freed_memory
+from multilora_jax.engine.hosts import Hosts
 from multilora_jax.engine.in_place_rows import InPlaceRows
 from multilora_jax.engine.programs import Programs
 from multilora_jax.engine.rank_rows import HostTables, row_buckets
@@ -36,11 +36,13 @@ from multilora_jax.lora.layout import Reach
 from multilora_jax.lora.residency import PageWrite
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
+from multilora_jax.models.base_tensors import BaseTensors
 from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingEdits, UnitTable, VocabInputs
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.llama import Llama
 from multilora_jax.models.rows import attention_rows
 from multilora_jax.models.sampler import StepOutput
+from multilora_jax.models.shards import place
 from multilora_jax.request import Sequence
 
 
@@ -108,7 +110,22 @@ class ModelRunner:
             self.pool.block_until_ready()  # an array that a failed program was to make raises here
         except RuntimeError:
             self.pool.delete()  # what there is of it must go first
-            self.pool = make_pool(self.spec.geometry, self.mesh)
+            if self.programs.hosts is None:
+                self.pool = make_pool(self.spec.geometry, self.mesh)
+            else:
+                del self.pool
+                self.pool = self.programs.get("new_pool")()
+
+    def join(self, hosts: Hosts | None) -> None:
+        """Shares the model with other hosts from now on: what is called here is called there."""
+        if hosts is not None:
+            hosts.join(self.mesh, (self.params, self.pool, self._sampled_S, [first for _, _, first in self._groups]))
+            self.programs.hosts = hosts
+
+    def base_tensors(self) -> BaseTensors:
+        """The parameters under their checkpoint names; other hosts have parts of them, too."""
+        hosts = self.programs.hosts
+        return BaseTensors(self.spec, self.params, None if hosts is None else hosts.fetch)
 
     @property
     def num_compilations(self) -> int:
@@ -326,4 +343,6 @@ class ModelRunner:
         return [Reach.ATTENTION, Reach.PROJECTIONS] if both else [Reach.PROJECTIONS]
 
     def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, NamedSharding(self.mesh, P()))
+        if self.programs.hosts is not None:
+            return self.programs.hosts.put(tree)
+        return place(tree, NamedSharding(self.mesh, P()))

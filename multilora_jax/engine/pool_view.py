@@ -6,6 +6,7 @@ its books (`capture`); the rest is done wherever the viewer is answered.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -83,10 +84,10 @@ class Slots:
 
 
 class PoolView:
-    """The cells of one pool over time. Not thread-safe.
+    """The cells of one pool over time, or of several side by side. Not thread-safe.
 
     Args:
-        num_pages: pages that can be handed out, page 0 not among them.
+        num_pages: pages of each pool that can be handed out, page 0 not among them.
 
     Attributes:
         pages_per_cell: the last cell may hold fewer.
@@ -95,28 +96,31 @@ class PoolView:
         pages_by_slot: pages of each adapter code in the latest capture.
     """
 
-    def __init__(self, num_pages: int):
-        self.pages_per_cell = max(1, -(-num_pages // MAX_CELLS))
-        self.num_cells = -(-num_pages // self.pages_per_cell)
+    def __init__(self, *num_pages: int):
+        self._first_page = [0, *itertools.accumulate(num_pages)]
+        total = self._first_page[-1]
+        self.pages_per_cell = max(1, -(-total // MAX_CELLS))
+        self.num_cells = -(-total // self.pages_per_cell)
         self.sequence = 0
         self.slots = Slots()
         self.pages_by_slot: dict[int, int] = {}
-        self._cell_of_P = np.arange(num_pages) // self.pages_per_cell
+        self._cell_of_P = np.arange(total) // self.pages_per_cell
         self._code_C = np.zeros(self.num_cells, np.uint8)
         self._used_C = np.zeros(self.num_cells, np.int64)
         self._changed_C = np.zeros(self.num_cells, np.int64)
         self._page_indices: weakref.WeakKeyDictionary[Any, tuple[list[int], np.ndarray]] = weakref.WeakKeyDictionary()
 
-    def update(self, books: PoolCapture) -> None:
-        """Takes a capture as the latest one."""
+    def update(self, *books: PoolCapture) -> None:
+        """Takes a capture of each pool as the latest one."""
         self.sequence += 1
-        codes_P = _CODES[np.frombuffer(books.kinds, np.uint8)]
-        resident = {adapter.name for adapter, _ in books.adapters}
+        codes_P = _CODES[np.frombuffer(b"".join(part.kinds for part in books), np.uint8)]
+        resident = {adapter.name for part in books for adapter, _ in part.adapters}
         self.pages_by_slot = {}
-        for adapter, page_ids in books.adapters:
-            slot = self.slots.take(adapter.name, resident)
-            codes_P[self._indices(adapter, page_ids)] = slot
-            self.pages_by_slot[slot] = self.pages_by_slot.get(slot, 0) + len(page_ids)
+        for first, part in zip(self._first_page, books, strict=False):
+            for adapter, page_ids in part.adapters:
+                slot = self.slots.take(adapter.name, resident)
+                codes_P[first + self._indices(adapter, page_ids)] = slot
+                self.pages_by_slot[slot] = self.pages_by_slot.get(slot, 0) + len(page_ids)
         code_C, used_C = self._cells(codes_P)
         self._changed_C[(code_C != self._code_C) | (used_C != self._used_C)] = self.sequence
         self._code_C, self._used_C = code_C, used_C
@@ -146,7 +150,7 @@ class PoolView:
         return counts_CK.argmax(axis=1).astype(np.uint8), counts_CK.sum(axis=1)
 
     def _indices(self, adapter: Any, page_ids: list[int]) -> np.ndarray:
-        """The pages' places in a capture; made once for each stay of an adapter in the pool."""
+        """The pages' places in the capture of their pool; made once for each stay of an adapter in the pool."""
         known = self._page_indices.get(adapter)
         if known is None or known[0] is not page_ids:
             known = self._page_indices[adapter] = (page_ids, np.asarray(page_ids, np.int64) - 1)

@@ -25,12 +25,13 @@ from jax.sharding import PartitionSpec as P
 
 from multilora_jax.engine.batch import BatchShape, empty_batch
 from multilora_jax.engine.edits import empty_edits
+from multilora_jax.engine.hosts import Hosts
 from multilora_jax.engine.lora_plans import empty_plan
 from multilora_jax.engine.rank_rows import ROW_BLOCK, HostTables, num_slots
 from multilora_jax.engine.step_functions import block_logprobs, finish, run_layers, start_step
 from multilora_jax.engine.vocab_tables import empty_tables
 from multilora_jax.lora.layout import Reach
-from multilora_jax.memory.pool import POOL_SPEC, read_page, write_page
+from multilora_jax.memory.pool import POOL_SPEC, pool_program, read_page, write_page
 from multilora_jax.models.batch import (
     ExtraTables,
     ForwardBatch,
@@ -76,6 +77,7 @@ class Programs:
 
     Attributes:
         num_compilations: programs compiled, or loaded from the persistent cache, so far.
+        hosts: the other hosts of the model, which run every program too; None where there are none.
         group: layers of one `layers` program.
         announces: whether each program compiled is told in the log, as those are that a request had to wait for.
     """
@@ -95,6 +97,7 @@ class Programs:
         self.group = layer_group(spec.config.num_layers, mesh.devices.flat[0].platform)
         self.num_compilations = 0
         self.announces = False
+        self.hosts: Hosts | None = None
         self._params = params
         self._specs = param_specs(spec)
         self._pool: Any = jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding)
@@ -109,9 +112,10 @@ class Programs:
 
         Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach),
         ("finish" | "finish_edited", shape, extended), ("insert", rows, modules), ("rows", rows), ("units",),
-        ("insert_units",), ("write_page",), ("read_page",), ("logprobs", extended), where rows is the number of active
-        rank rows and reach what their adapters change; an edited finish is for steps with a row that has SamplingEdits.
-        An extended step has the most rows. Rows are copied by "rows" and "insert", or read in place as "units" says.
+        ("insert_units",), ("write_page",), ("read_page",), ("new_pool",), ("logprobs", extended), where rows is the
+        number of active rank rows and reach what their adapters change; an edited finish is for steps with a row that
+        has SamplingEdits. An extended step has the most rows. Rows are copied by "rows" and "insert", or read in place
+        as "units" says.
         """
         program = self._programs.get(key)
         if program is None:
@@ -119,6 +123,9 @@ class Programs:
             program = self.lower(*key).compile()
             if self.announces:
                 log.info("compiled %s in %.2f s", " ".join(map(str, key)), time.perf_counter() - start)
+            if self.hosts is not None and self.hosts.rank == 0:
+                self.hosts.compile(key)
+                program = functools.partial(self.hosts.call, key, program)
             with self._lock:
                 self.num_compilations += key not in self._programs
                 program = self._programs.setdefault(key, program)
@@ -258,8 +265,13 @@ class Programs:
         page = np.zeros((g.num_layers, g.page_elements), g.storage_dtype)
         return write_page.lower(self._pool, self.abstract(page, P(None, "model")), self.abstract(np.int32(0)))
 
+    def _new_pool(self) -> Any:
+        return pool_program(self.spec.geometry, self.mesh).lower()
+
     def _read_page(self) -> Any:
-        return read_page.lower(self._pool, self.abstract(np.int32(0)))
+        # Of several hosts the one that reads has only its own devices' part.
+        options = {} if self.hosts is None else {"out_shardings": NamedSharding(self.mesh, P())}
+        return jax.jit(read_page, **options).lower(self._pool, self.abstract(np.int32(0)))
 
     def _logprobs(self, extended: bool) -> Any:
         width, block = self.spec.config.hidden_size, self.spec.prefill_block

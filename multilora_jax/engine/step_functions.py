@@ -64,13 +64,14 @@ def finish(
         x = x.T
     hidden = final_hidden(top, x, vocab, spec=spec)
     logits_SV = compute_logits(top, take_tokens(spec, hidden, sampling.index_S), spec=spec, vocab=vocab)
-    columns, wanted = spec.features_first, jnp.any(sampling.num_logprobs_S >= 0)
+    layout: Any = {"columns": spec.features_first, "axis_name": spec.axis_name}
     if edits is None:
-        token_S = sample(logits_SV, sampling, columns=columns)
+        token_S = sample(logits_SV, sampling, **layout)
     else:
-        token_S = sample(edit_logits(logits_SV, edits), sampling)
+        token_S = sample(edit_logits(logits_SV, edits, spec.axis_name), sampling, axis_name=spec.axis_name)
     # The same with and without edits, to the last bit: a row must not see whether its neighbours have any.
-    logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, columns=columns)
+    wanted = jnp.any(sampling.num_logprobs_S >= 0)
+    logprobs = token_logprobs(logits_SV, token_S, sampling.vocab_S, wanted, **layout)
     return StepOutput(jnp.pad(token_S, (0, max_rows - len(token_S))), *logprobs, hidden)
 
 
@@ -115,4 +116,4 @@ def block_logprobs(
 ) -> Any:
     """token_logprobs of the positions of one prefill block; hidden in the activation layout."""
     logits_QV = compute_logits(top, hidden, spec=spec, vocab=vocab)
-    return token_logprobs(logits_QV, target_Q, vocab_Q, jnp.bool_(True))
+    return token_logprobs(logits_QV, target_Q, vocab_Q, jnp.bool_(True), axis_name=spec.axis_name)

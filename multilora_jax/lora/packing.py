@@ -80,7 +80,8 @@ def _plan(deltas: AdapterDeltas, geometry: PoolGeometry) -> tuple[AdapterLayout,
     for (layer, module), a in deltas.a.items():
         m, what = MODULES.index(module), f"layer {layer} {module}"
         parts.append(_Part(int(start_a_LM[layer, m]), a, what))
-        parts.append(_Part(int(start_b_LM[layer, m]), deltas.b[layer, module].T, what))
+        b_RO = geometry.repeat_heads(module, deltas.b[layer, module].T)
+        parts.append(_Part(int(start_b_LM[layer, m]), b_RO, what))
 
     planner = _Planner(geometry, int(ends_LM[-1, -1]))
     start_bias_LM, start_gain_LM = np.full(shape_LM, -1, np.int32), np.full(shape_LM, -1, np.int32)
@@ -92,7 +93,8 @@ def _plan(deltas: AdapterDeltas, geometry: PoolGeometry) -> tuple[AdapterLayout,
     ):
         for layer, kind in sorted(vectors, key=lambda key: (key[0], order.index(key[1]))):
             place = layer, order.index(kind)
-            start[place] = planner.rows(vectors[layer, kind], f"layer {layer} {kind} {what}")
+            vector = geometry.repeat_heads(kind, vectors[layer, kind])
+            start[place] = planner.rows(vector, f"layer {layer} {kind} {what}")
     vocab = _plan_vocab(deltas, planner)
 
     row, special = int(ranks_LM.max()), []
@@ -240,13 +242,13 @@ def unpack(packed: PackedAdapter, geometry: PoolGeometry) -> AdapterDeltas:
     for layer, m in np.argwhere(layout.ranks_LM):
         key, rank = (int(layer), MODULES[m]), int(layout.ranks_LM[layer, m])
         a[key] = rows(int(layout.start_a_LM[layer, m]), rank, dims[key[1]][0])
-        b[key] = rows(int(layout.start_b_LM[layer, m]), rank, dims[key[1]][1]).T
+        b[key] = geometry.single_heads(key[1], rows(int(layout.start_b_LM[layer, m]), rank, dims[key[1]][1])).T
         scale[key] = float(layout.scale_LM[layer, m])
 
     def vectors(start: np.ndarray, order: tuple[str, ...]) -> dict[tuple[int, str], np.ndarray]:
         length = {module: out for module, (_, out) in dims.items()} | dict.fromkeys(NORMS, geometry.hidden)
         return {
-            (int(layer), order[n]): rows(int(start[layer, n]), 1, length[order[n]])[0]
+            (int(layer), order[n]): geometry.single_heads(order[n], rows(int(start[layer, n]), 1, length[order[n]])[0])
             for layer, n in np.argwhere(start >= 0)
         }
 

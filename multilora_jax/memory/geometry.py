@@ -16,6 +16,9 @@ from multilora_jax.errors import ConfigError
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The seven projections of a Llama layer; the order of the module axis `M` everywhere."""
 
+KV_MODULES = ("k_proj", "v_proj")
+"""Those whose outputs are KV heads."""
+
 NUM_ATTENTION = 4
 """The first of MODULES, those of the attention."""
 
@@ -41,11 +44,13 @@ class PoolGeometry:
         num_pages: P, page 0 included: it is never allocated, padded tokens write to it.
         page_tokens: tokens whose K and V fill one page of one layer.
         hidden, q_dim, kv_dim, ffn: widths of the model (q_dim = N*H, kv_dim = K*H).
-        num_kv_heads: K; head_dim: H.
+        num_kv_heads: K as it is held, at least one for each shard; head_dim: H.
         tp: shards of the element axis.
         dtype: compute type, "float32", "bfloat16" or "float16"; the pool stores its bits as unsigned integers.
         vocab_rows: rows of the embedding and of the head as they are kept, a whole number of units: the model's
             vocabulary and room for tokens that adapters add. 0 where no adapter is ever served.
+        kv_repeat: neighbouring shards that hold the same KV head, where the model has fewer heads than there are
+            shards: kv_dim and num_kv_heads count it once for each.
     """
 
     num_layers: int
@@ -60,6 +65,7 @@ class PoolGeometry:
     tp: int = 1
     dtype: str = "float32"
     vocab_rows: int = 0
+    kv_repeat: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (("num_kv_heads", self.num_kv_heads), ("unit width", self.unit)):
@@ -99,9 +105,29 @@ class PoolGeometry:
         """Bytes of one page id over all layers."""
         return self.num_layers * self.page_elements * self.storage_dtype.itemsize
 
+    @property
+    def rank_row_bytes(self) -> int:
+        """Bytes of one rank row of every module in every layer, over all shards."""
+        per_layer = sum(sum(self.module_dims(module)) for module in MODULES)
+        return self.num_layers * per_layer * self.storage_dtype.itemsize
+
     def module_dims(self, module: str) -> tuple[int, int]:
         """(in_dim, out_dim) of one of MODULES."""
         return module_dims(module, hidden=self.hidden, q_dim=self.q_dim, kv_dim=self.kv_dim, ffn=self.ffn)
+
+    def repeat_heads(self, module: str, rows: np.ndarray) -> np.ndarray:
+        """Rows of a module's outputs [..., out] as they are held: KV heads once for each shard that has them."""
+        if self.kv_repeat == 1 or module not in KV_MODULES:
+            return rows
+        heads = rows.reshape(*rows.shape[:-1], -1, self.head_dim)
+        return np.repeat(heads, self.kv_repeat, axis=-2).reshape(*rows.shape[:-1], -1)
+
+    def single_heads(self, module: str, rows: np.ndarray) -> np.ndarray:
+        """The inverse of repeat_heads."""
+        if self.kv_repeat == 1 or module not in KV_MODULES:
+            return rows
+        heads = rows.reshape(*rows.shape[:-1], -1, self.kv_repeat, self.head_dim)
+        return np.ascontiguousarray(heads[..., 0, :]).reshape(*rows.shape[:-1], -1)
 
     def pages_for_tokens(self, num_tokens: int) -> int:
         """Pages that the KV of `num_tokens` tokens takes."""

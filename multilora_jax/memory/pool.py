@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +19,18 @@ POOL_SPEC = P(None, None, "model")
 The two are one axis because an axis of size 1 between them makes newer compilers copy the whole pool (jaxlib 0.12)."""
 
 
+def pool_program(geometry: PoolGeometry, mesh: Mesh) -> Any:
+    """The jitted function that makes a pool of zeros on the mesh."""
+    g = geometry
+    shape, sharding = (g.num_layers, g.num_pages, g.page_elements), NamedSharding(mesh, POOL_SPEC)
+    return jax.jit(lambda: jax.numpy.zeros(shape, g.storage_dtype), out_shardings=sharding)
+
+
 def make_pool(geometry: PoolGeometry, mesh: Mesh) -> jax.Array:
     """Zeros, uint[L, P, E], each shard's [L, P, E/TP] allocated on its own device."""
     g = geometry
-    shape = (g.num_layers, g.num_pages, g.page_elements)
-    sharding = NamedSharding(mesh, POOL_SPEC)
     try:
-        return jax.jit(lambda: jax.numpy.zeros(shape, g.storage_dtype), out_shardings=sharding)().block_until_ready()
+        return pool_program(geometry, mesh)().block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         size = g.num_pages * g.page_bytes / 2**30
         raise ConfigError(
@@ -45,7 +51,6 @@ def write_page(pool: jax.Array, page_LE: jax.Array | np.ndarray, page_id: jax.Ar
     return jax.lax.dynamic_update_slice(pool, page_LE[:, None], (0, page_id, 0))
 
 
-@jax.jit
 def read_page(pool: jax.Array, page_id: jax.Array | np.ndarray) -> jax.Array:
     """One page of the pool: uint[L, E]; the inverse of `write_page`."""
     return jax.lax.dynamic_index_in_dim(pool, page_id, 1, keepdims=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +19,13 @@ class BaseTensors:
     Args:
         spec: of the model.
         params: Llama.params(); never donated, so that they can be read at any time.
+        fetch: brings an array to the host, whole; by default without a copy that is kept beside the parameter.
     """
 
-    def __init__(self, spec: LlamaSpec, params: dict[str, Any]):
+    def __init__(
+        self, spec: LlamaSpec, params: dict[str, Any], fetch: Callable[[jax.Array], Any] | None = None
+    ):  # fmt: skip
+        self._fetch = fetch or (lambda array: jax.device_put(array, jax.local_devices(backend="cpu")[0]))
         self._spec = spec
         self._vocab_size = spec.config.vocab_size
         self._places: dict[str, tuple[ParamRecord, Any]] = {}
@@ -41,7 +46,7 @@ class BaseTensors:
         if name not in self._places:
             return None
         record, array = self._places[name]
-        array = jax.device_put(array, jax.local_devices(backend="cpu")[0])  # no host copy is kept
+        array = jax.tree.map(self._fetch, array)
         host = dequantise(array) if isinstance(array, QuantWeight) else np.asarray(array)
         if len(record.sources) == 1:
             vocabulary = record.shape[0] == self._spec.geometry.vocab_rows and record.name in ("embed", "lm_head")
@@ -50,4 +55,6 @@ class BaseTensors:
         shards = host.reshape(tp, -1, *host.shape[1:])
         first, length = record.place_of(name, tp)
         part = shards[:, first : first + length]
-        return part.reshape(-1, *host.shape[1:]).astype(np.float32, copy=False)
+        rows = part.reshape(-1, *host.shape[1:])
+        module = name.split(".")[-2]
+        return self._spec.geometry.single_heads(module, rows.T).T.astype(np.float32, copy=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from multilora_jax.errors import ConfigError
 from multilora_jax.memory.geometry import MODULES, NUM_ATTENTION, PoolGeometry, module_dims
 from multilora_jax.models.families import family_of, window_of
 from multilora_jax.models.rope_config import ROPE_TYPES, RopeConfig, refuse
@@ -167,23 +168,47 @@ class ModelConfig:
     ) -> PoolGeometry:
         """The pool's shape for this model; see PoolGeometry for the arguments and what is refused.
 
-        `extra_vocab` is the least room for tokens that adapters add; it is rounded up to whole units.
+        `extra_vocab` is the least room for tokens that adapters add; it is rounded up to whole units. Where the model
+        has fewer KV heads than there are shards, each head is held by a group of neighbouring shards.
         """
+        self._check_divides(tp)
+        repeat = max(1, tp // self.num_kv_heads)
         geometry = PoolGeometry(
             num_layers=self.num_layers,
             num_pages=num_pages,
             page_tokens=page_tokens,
             hidden=self.hidden_size,
             q_dim=self.q_dim,
-            kv_dim=self.kv_dim,
+            kv_dim=self.kv_dim * repeat,
             ffn=self.ffn_size,
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads * repeat,
             head_dim=self.head_dim,
             tp=tp,
             dtype=dtype,
+            kv_repeat=repeat,
         )
         units = -(-(self.vocab_size + extra_vocab) // geometry.unit)
         return replace(geometry, vocab_rows=units * geometry.unit)
+
+    def _check_divides(self, tp: int) -> None:
+        sizes = (
+            ("num_attention_heads", self.num_heads), ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.ffn_size),
+        )  # fmt: skip
+
+        def fits(tp: int) -> bool:
+            heads = self.num_kv_heads
+            return not (heads % tp and tp % heads) and all(size % tp == 0 for _, size in sizes)
+
+        if fits(tp):
+            return
+        name, size = next(((n, s) for n, s in sizes if s % tp), ("num_key_value_heads", self.num_kv_heads))
+        verb = "does not divide" if name != "num_key_value_heads" else "neither divides nor is a multiple of"
+        possible = ", ".join(str(n) for n in range(1, self.num_heads + 1) if fits(n))
+        raise ConfigError(
+            f"tensor_parallel_size {tp} {verb} the model's {name} {size}: use one of {possible}",
+            reason="tensor_parallel_size", param="tensor_parallel_size",
+        )  # fmt: skip
 
 
 def _size(config: dict[str, Any], field: str, default: int | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from multilora_jax.models.quantised import QuantWeight
@@ -22,6 +23,7 @@ class _Form:
     """What a program that draws parameters is compiled for."""
 
     rows: tuple[int, ...]
+    copies: tuple[int, ...]
     shape: tuple[int, ...]
     scale: float
     dtype: Any
@@ -40,13 +42,15 @@ def draw_parameter(record: ParamRecord, dtype: Any, mesh: Mesh, tp: int, seed: i
         seed: any integer of 32 bits.
     """
     shards = tp if len(record.sources) > 1 and record.spec[0] is not None else 1
-    form = _Form(record.rows, record.shape, record.scale, dtype, record.quantised, shards)
+    copies = tuple(map(record.copies_of, record.sources))
+    form = _Form(record.rows, copies, record.shape, record.scale, dtype, record.quantised, shards)
     if isinstance(record.partition, QuantWeight):
         placed: Any = QuantWeight(*(NamedSharding(mesh, p) for p in vars(record.partition).values()))
     else:
         placed = NamedSharding(mesh, record.partition)
-    names = jnp.asarray([zlib.crc32(source.encode()) for source in record.sources], jnp.uint32)
-    return _program(form, placed)(jnp.uint32(seed), names)
+    # Host arrays, so that several processes can run it together.
+    names = np.asarray([zlib.crc32(source.encode()) for source in record.sources], np.uint32)
+    return _program(form, placed)(np.uint32(seed), names)
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,11 +64,13 @@ def _draw(seed: jax.Array, name_M: jax.Array, *, form: _Form) -> Any:
     for index, rows in enumerate(form.rows):
         # The generator is named, so that a seed means the same wherever jax is told to use another by default.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), name_M[index])
+        shape = (rows // form.copies[index], *width)
         if form.scale:
-            part = jax.random.normal(key, (rows, *width), jnp.float32) * form.scale
+            part = jax.random.normal(key, shape, jnp.float32) * form.scale
         else:
-            part = jnp.ones((rows, *width), jnp.float32)
-        parts.append(part.reshape(form.shards, rows // form.shards, *width))
+            part = jnp.ones(shape, jnp.float32)
+        part = part.reshape(-1, rows // form.shards, *width)
+        parts.append(jnp.repeat(part, form.copies[index], 0))
     whole = jnp.concatenate(parts, 1).reshape(-1, *width)
     whole = jnp.pad(whole, [(0, form.shape[0] - len(whole)), *[(0, 0)] * len(width)])
     if not form.quantised:

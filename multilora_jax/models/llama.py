@@ -195,12 +195,11 @@ def compute_logits(
         vocab: what adapters change in the head of these S rows; None for the base's head.
 
     Returns:
-        float32[S, vocab_rows]; the columns past a row's own vocabulary mean nothing.
+        float32[S, vocab_rows] (inside shard_map this shard's [S, vocab_rows / TP]); the columns past a row's own
+        vocabulary mean nothing.
     """
     y = linear(spec, top.get("lm_head", top["embed"]), hidden)
     logits_SV = y.T if spec.features_first else y
-    if spec.axis_name is not None:
-        logits_SV = jax.lax.all_gather(logits_SV, spec.axis_name, axis=1, tiled=True)
     if vocab is None:
         return logits_SV
     hidden_SD = hidden.T if spec.features_first else hidden
@@ -245,7 +244,7 @@ def decoder_layer(
         (x, pool).
     """
     config, tp, axis = spec.config, spec.geometry.tp, spec.feature_axis
-    N, K, H = config.num_heads // tp, config.num_kv_heads // tp, config.head_dim
+    N, K, H = config.num_heads // tp, spec.geometry.num_kv_heads // tp, config.head_dim
     lora = layer_deltas(rows, layer, inputs, pool)
 
     h = rms_norm(spec, x, norm_weight(spec, w["input_norm"], lora, 0))

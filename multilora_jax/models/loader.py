@@ -27,6 +27,7 @@ from multilora_jax.models.llama import Llama
 from multilora_jax.models.quantised import QuantWeight, quantise
 from multilora_jax.models.restore import begin_restore
 from multilora_jax.models.rope import rope_tables
+from multilora_jax.models.shards import place
 
 MODEL_AXIS = "model"
 """Mesh axis of tensor parallelism."""
@@ -42,11 +43,14 @@ class ParamRecord:
     Attributes:
         name: its key in Llama's `top` or in a layer.
         sources: checkpoint tensors laid end to end along axis 0, within each shard.
-        rows: rows of each source; a single source may have fewer than the parameter, which ends in zeros then.
+        rows: rows of each source as the shards hold them; a single source may have fewer than the parameter, which
+            ends in zeros then.
         shape: whole shape.
         spec: how it is split over the mesh.
         scale: standard deviation of dummy weights; 0 draws ones (a norm).
         quantised: whether it is a QuantWeight, rounded from the checkpoint's own values.
+        copies: neighbouring shards that hold the same rows of each source (KV heads of which there are fewer than
+            shards), which count in `rows` once for each; by default 1 of every source.
     """
 
     name: str
@@ -56,6 +60,7 @@ class ParamRecord:
     spec: P
     scale: float
     quantised: bool = False
+    copies: tuple[int, ...] = ()
 
     @property
     def partition(self) -> Any:
@@ -67,11 +72,16 @@ class ParamRecord:
         index = self.sources.index(source)
         return sum(self.rows[:index]) // tp, self.rows[index] // tp
 
+    def copies_of(self, source: str) -> int:
+        """Neighbouring shards that hold the same rows of a source."""
+        return self.copies[self.sources.index(source)] if self.copies else 1
+
 
 def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     """The parameters of one layer."""
     c = spec.config
-    D, F, Q, KV = c.hidden_size, c.ffn_size, c.q_dim, c.kv_dim
+    D, F, Q, KV = c.hidden_size, c.ffn_size, c.q_dim, spec.geometry.kv_dim
+    repeat = (1, spec.geometry.kv_repeat, spec.geometry.kv_repeat)
     column, row = P(MODEL_AXIS, None), P(None, MODEL_AXIS)
     prefix = f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -94,10 +104,12 @@ def layer_records(spec: LlamaSpec, layer: int) -> list[ParamRecord]:
     for name, modules, rows, width, split, biased, bias_split in weights:
         shape = (sum(rows), width)
         sources = tuple(f"{m}.weight" for m in modules)
-        records.append(ParamRecord(name, sources, rows, shape, split, width**-0.5, spec.quantization is not None))
+        copies = repeat if name == "qkv" else ()
+        rounded = spec.quantization is not None
+        records.append(ParamRecord(name, sources, rows, shape, split, width**-0.5, rounded, copies))
         if biased:
             sources = tuple(f"{m}.bias" for m in modules)
-            records.append(ParamRecord(f"{name}_bias", sources, rows, shape[:1], bias_split, 0.02))
+            records.append(ParamRecord(f"{name}_bias", sources, rows, shape[:1], bias_split, 0.02, copies=copies))
     return records
 
 
@@ -123,13 +135,19 @@ def param_specs(spec: LlamaSpec) -> dict[str, Any]:
 
 
 def param_shapes(spec: LlamaSpec, max_len: int, mesh: Mesh) -> dict[str, Any]:
-    """Llama.params() described and placed on a mesh, for programs that are compiled without a model (not quantised)."""
+    """Llama.params() described and placed on a mesh, for programs that are compiled without a model."""
 
     def shaped(shape: tuple[int, ...], dtype: Any, split: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split))
 
+    def parameter(record: ParamRecord) -> Any:
+        if not record.quantised:
+            return shaped(record.shape, spec.dtype, record.spec)
+        values = shaped(record.shape, np.int8, record.spec)
+        return QuantWeight(values, shaped(record.shape[:1], np.float32, record.partition.scale_O))
+
     def described(records: Iterable[ParamRecord]) -> dict[str, Any]:
-        return {record.name: shaped(record.shape, spec.dtype, record.spec) for record in records}
+        return {record.name: parameter(record) for record in records}
 
     table = shaped((max_len, spec.config.head_dim // 2), np.float32, P())
     layers = [described(layer_records(spec, layer)) for layer in range(spec.config.num_layers)]
@@ -183,7 +201,7 @@ def load_llama(
 
     build()
     for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
-        built[0][name] = jax.device_put(table, NamedSharding(mesh, P()))
+        built[0][name] = place(table, NamedSharding(mesh, P()))
     for _ in progress(range(spec.config.num_layers)):
         build()
     return Llama(spec, built[0], built[1:])
@@ -202,7 +220,7 @@ def _read(record: ParamRecord, spec: LlamaSpec, mesh: Mesh, checkpoint: Checkpoi
     """A parameter of tensors that are read whole."""
     whole = _join(spec, record, (checkpoint.tensor(source) for source in record.sources))
     placed = jax.tree.map(lambda p: NamedSharding(mesh, p), record.partition, is_leaf=lambda p: isinstance(p, P))
-    return jax.device_put(quantise(whole) if record.quantised else whole, placed)
+    return jax.tree.map(place, quantise(whole) if record.quantised else whole, placed)
 
 
 def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -> np.ndarray:
@@ -214,9 +232,8 @@ def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -
         return out
     tp = spec.geometry.tp if len(record.spec) and record.spec[0] == MODEL_AXIS else 1
     shards = out.reshape(tp, record.shape[0] // tp, *record.shape[1:])
-    start = 0
-    for tensor in tensors:
-        part = tensor.reshape(tp, tensor.shape[0] // tp, *tensor.shape[1:])
-        shards[:, start : start + part.shape[1]] = part
-        start += part.shape[1]
+    for source, tensor in zip(record.sources, tensors, strict=True):
+        first, length = record.place_of(source, tp)
+        part = tensor.reshape(-1, length, *tensor.shape[1:])
+        shards[:, first : first + length] = np.repeat(part, record.copies_of(source), 0)
     return out

@@ -23,6 +23,7 @@ from multilora_jax.models.batch import LayerInputs, LayerRows, UnitTable
 from multilora_jax.models.in_place import InPlaceDeltas
 from multilora_jax.models.layers import LlamaSpec, along_features, linear
 from multilora_jax.models.rows import PLACES
+from multilora_jax.models.shards import own_slice
 from pallas_kernels.segmented_lora import (
     BlockUsers,
     PromptPieces,
@@ -168,7 +169,8 @@ def column_parallel(
         y = y * (1 + lora.gains(spec, modules))
     if bias_O is not None:
         y = y + along_features(spec, bias_O).astype(_F32)
-    return lora.add(spec, y, _shard_slice(spec, x), modules)
+    own = own_slice(x, spec.feature_axis, spec.axis_name, spec.geometry.tp)
+    return lora.add(spec, y, own, modules)
 
 
 def row_parallel(
@@ -183,15 +185,6 @@ def row_parallel(
     if spec.axis_name is not None:
         y = jax.lax.psum(y, spec.axis_name)
     return y if bias_O is None else y + along_features(spec, bias_O).astype(_F32)
-
-
-def _shard_slice(spec: LlamaSpec, x: jax.Array) -> jax.Array:
-    """This shard's slice of the features of a replicated activation."""
-    if spec.axis_name is None:
-        return x
-    width = x.shape[spec.feature_axis] // spec.geometry.tp
-    start = jax.lax.axis_index(spec.axis_name) * width
-    return jax.lax.dynamic_slice_in_dim(x, start, width, spec.feature_axis)
 
 
 def _gather_features(spec: LlamaSpec, x: jax.Array) -> jax.Array:

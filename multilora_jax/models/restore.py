@@ -100,7 +100,8 @@ def _pieces(
     for shard in range(start // block, end // block):
         for name, source in zip(names, record.sources, strict=True):
             place, length = record.place_of(source, shards)
-            pieces.append((name, slice(shard * length, (shard + 1) * length), shard * block + place - start))
+            own = shard // record.copies_of(source) * length
+            pieces.append((name, slice(own, own + length), shard * block + place - start))
     return pieces
 
 

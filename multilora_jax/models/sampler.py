@@ -9,13 +9,16 @@ batch. Work that no row of a step asked for is skipped by `lax.cond`; no option 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
 
 from multilora_jax.models.batch import SamplingBatch
+from multilora_jax.models.shards import best_over, first_token, max_over, num_shards, sum_over
 
 _BLOCK = 64  # of logits that are compared together
 
@@ -41,24 +44,33 @@ def mask_vocabulary(logits_SV: jax.Array, vocab_S: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(logits_SV.shape[1]) < vocab_S[:, None], logits_SV, -jnp.inf)
 
 
-def sample(logits_SV: jax.Array, sampling: SamplingBatch, *, columns: bool = False) -> jax.Array:
+def sample(
+    logits_SV: jax.Array, sampling: SamplingBatch, *, columns: bool = False, axis_name: str | None = None
+) -> jax.Array:
     """int32[S]: the most likely token where temperature is 0, else a draw after temperature, min-p, top-k and top-p.
 
     Args:
         logits_SV: float32[S, V]; those of tokens that a row does not have may be anything.
         columns: they were computed as [V, S], so that a step of greedy rows had better not transpose them.
+        axis_name: mesh axis over which the vocabulary is split: the logits are this shard's part of it, and the result
+            is the same on all.
     """
-    operand, vocab_S = logits_SV.T if columns else logits_SV, sampling.vocab_S
+    operand, S = logits_SV.T if columns else logits_SV, len(logits_SV)
+    start = first_token(logits_SV.shape[1], axis_name)
+    own_S = sampling.vocab_S - start
     if columns:
-        greedy_S = most_likely_of_columns(operand, vocab_S)
+        best_S = most_likely_of_columns(operand, own_S)
     else:
-        greedy_S = jnp.argmax(mask_vocabulary(logits_SV, vocab_S), -1).astype(jnp.int32)
+        best_S = jnp.argmax(mask_vocabulary(logits_SV, own_S), -1).astype(jnp.int32)
+    if axis_name is not None:
+        value_S = operand[best_S, jnp.arange(S)] if columns else operand[jnp.arange(S), best_S]
+        best_S = best_over(jnp.where(best_S < own_S, value_S, -jnp.inf), best_S + start, axis_name)
 
     def draw(operand: jax.Array) -> jax.Array:
-        return _draw(mask_vocabulary(operand.T if columns else operand, vocab_S), sampling)
+        return _draw(mask_vocabulary(operand.T if columns else operand, own_S), sampling, start, axis_name)
 
-    drawn_S = jax.lax.cond(jnp.any(sampling.temperature_S > 0), draw, lambda _: greedy_S, operand)
-    return jnp.where(sampling.temperature_S > 0, drawn_S, greedy_S)
+    drawn_S = jax.lax.cond(jnp.any(sampling.temperature_S > 0), draw, lambda _: best_S, operand)
+    return jnp.where(sampling.temperature_S > 0, drawn_S, best_S)
 
 
 def most_likely_of_columns(logits_VS: jax.Array, vocab_S: jax.Array) -> jax.Array:
@@ -77,35 +89,60 @@ def most_likely_of_columns(logits_VS: jax.Array, vocab_S: jax.Array) -> jax.Arra
     return (block_S * size + jnp.argmax(inside_SB, 1)).astype(jnp.int32)
 
 
-def _draw(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
+def _draw(logits_SV: jax.Array, sampling: SamplingBatch, start: jax.Array | int, axis_name: str | None) -> jax.Array:
     scaled_SV = logits_SV / jnp.where(sampling.temperature_S > 0, sampling.temperature_S, 1.0)[:, None]
     truncates = (sampling.top_k_S > 0) | (sampling.top_p_S < 1) | (sampling.min_p_S > 0)
-    kept_SV = jax.lax.cond(jnp.any(truncates), _truncate, lambda x, _: x, scaled_SV, sampling)
+    truncate = functools.partial(_truncate, axis_name=axis_name)
+    kept_SV = jax.lax.cond(jnp.any(truncates), truncate, lambda x, _: x, scaled_SV, sampling)
 
     def noise(seed_2: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (logits_SV.shape[1],), jnp.float32)
+        return token_noise(key, start, logits_SV.shape[1])
 
-    gumbel_SV = jax.vmap(noise)(sampling.seed_S2, sampling.position_S)
-    return jnp.argmax(kept_SV + gumbel_SV, -1).astype(jnp.int32)
+    noisy_SV = kept_SV + jax.vmap(noise)(sampling.seed_S2, sampling.position_S)
+    best_S = jnp.argmax(noisy_SV, -1).astype(jnp.int32)
+    if axis_name is None:
+        return best_S
+    value_S = jnp.take_along_axis(noisy_SV, best_S[:, None], 1)[:, 0]
+    return best_over(value_S, best_S + start, axis_name)
 
 
-def _truncate(logits_SV: jax.Array, sampling: SamplingBatch) -> jax.Array:
+def token_noise(key: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
+    """float32[count], Gumbel noise of the tokens from `start` on: a token's depends on the key and on it alone.
+
+    So however the vocabulary is split, or padded, the same key draws the same token.
+    """
+    token_V = jnp.uint32(start) + jnp.arange(count, dtype=jnp.uint32)
+    words = threefry_2x32(jax.random.key_data(key), jnp.concatenate([jnp.zeros_like(token_V), token_V]))
+    bits_V = words[:count] ^ words[count:]
+    # 23 bits as the mantissa of a number in [1, 2), then down to (0, 1).
+    unit_V = jax.lax.bitcast_convert_type(bits_V >> 9 | jnp.uint32(0x3F800000), jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(unit_V, jnp.finfo(jnp.float32).tiny)))
+
+
+def _truncate(logits_SV: jax.Array, sampling: SamplingBatch, *, axis_name: str | None = None) -> jax.Array:
     """-inf below each row's threshold: min_p of the best, its top_k-th logit, then the top_p mass of what is left.
 
     Thresholds come from bisecting the ordered bit patterns of float32, 32 exact halvings instead of a sort over the
-    vocabulary. Tokens tied with the last one kept are kept too.
+    vocabulary; of a split one counts and masses are summed over the shards. Tokens tied with the last one kept are kept
+    too.
     """
-    V = logits_SV.shape[1]
+    V = logits_SV.shape[1] * num_shards(axis_name)
     order_SV = _ordered(logits_SV)
     want_S = jnp.where(sampling.top_k_S > 0, jnp.minimum(sampling.top_k_S, V), V)
-    kth_S = _largest(order_SV, lambda kept_SV: jnp.sum(kept_SV, -1) >= want_S)
+    kth_S = _largest(order_SV, lambda kept_SV: sum_over(jnp.sum(kept_SV, -1), axis_name) >= want_S)
     kept_SV = order_SV >= kth_S[:, None]
-    kept_SV &= logits_SV >= logits_SV.max(-1, keepdims=True) + jnp.log(sampling.min_p_S)[:, None]
-    p_SV = jax.nn.softmax(jnp.where(kept_SV, logits_SV, -jnp.inf), -1)
+    best_S1 = max_over(logits_SV.max(-1, keepdims=True), axis_name)
+    kept_SV &= logits_SV >= best_S1 + jnp.log(sampling.min_p_S)[:, None]
+    p_SV = jnp.where(kept_SV, jnp.exp(logits_SV - best_S1), 0)
+    p_SV = p_SV / sum_over(jnp.sum(p_SV, -1, keepdims=True), axis_name)
     # Sums round: a top_p of 1 keeps everything rather than losing the smallest probabilities.
     mass_S = jnp.where(sampling.top_p_S < 1, sampling.top_p_S, 0.0)
-    pth_S = _largest(order_SV, lambda some_SV: jnp.sum(jnp.where(some_SV, p_SV, 0), -1) >= mass_S)
+
+    def enough(some_SV: jax.Array) -> jax.Array:
+        return sum_over(jnp.sum(jnp.where(some_SV, p_SV, 0), -1), axis_name) >= mass_S
+
+    pth_S = _largest(order_SV, enough)
     kept_SV &= (order_SV >= pth_S[:, None]) | (sampling.top_p_S >= 1)[:, None]
     return jnp.where(kept_SV, logits_SV, -jnp.inf)
 
@@ -126,8 +163,32 @@ def _largest(order_SV: jax.Array, enough) -> jax.Array:
     return jax.lax.fori_loop(0, 32, body, jnp.zeros(order_SV.shape[0], jnp.uint32))
 
 
+def top_of_blocks(x_SV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k`, the same to the order of equal values, sorting far fewer: the k blocks of the largest maxima.
+
+    A sort of a whole vocabulary takes minutes to compile for a GPU and most of a step's time on a CPU.
+    """
+    S, V = x_SV.shape
+    size = math.gcd(V, _BLOCK)
+    if V // size <= k or size == 1:
+        return jax.lax.top_k(x_SV, k)
+    blocks_SNB = x_SV.reshape(S, V // size, size)
+    _, block_SK = jax.lax.top_k(blocks_SNB.max(2), k)
+    block_SK = jnp.sort(block_SK, 1)  # so that of equal values the first token comes first
+    inside_SC = jnp.take_along_axis(blocks_SNB, block_SK[:, :, None], 1).reshape(S, k * size)
+    token_SC = (block_SK[:, :, None] * size + jnp.arange(size)).reshape(S, k * size)
+    top_SK, place_SK = jax.lax.top_k(inside_SC, k)
+    return top_SK, jnp.take_along_axis(token_SC, place_SK, 1)
+
+
 def token_logprobs(
-    logits_SV: jax.Array, token_S: jax.Array, vocab_S: jax.Array, wanted: jax.Array, *, columns: bool = False
+    logits_SV: jax.Array,
+    token_S: jax.Array,
+    vocab_S: jax.Array,
+    wanted: jax.Array,
+    *,
+    columns: bool = False,
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Log-probabilities of given tokens and of the most likely ones.
 
@@ -136,21 +197,30 @@ def token_logprobs(
         token_S: int32[S].
         vocab_S: int32[S], a row has the tokens before this one.
         wanted: bool scalar; False skips the work and returns zeros.
-        columns: see sample.
+        columns, axis_name: see sample.
 
     Returns:
         (logprob_S, rank_S, top_ids_SK, top_logprobs_SK) as in StepOutput.
     """
     S, V = logits_SV.shape
-    k = min(NUM_TOP, V)
+    start, k = first_token(V, axis_name), min(NUM_TOP, V)
+    own_S = token_S - start
 
     def compute(operand: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        logprob_SV = jax.nn.log_softmax(mask_vocabulary(operand.T if columns else operand, vocab_S), -1)
-        own_S = jnp.take_along_axis(logprob_SV, token_S[:, None], 1, mode="clip")[:, 0]
-        rank_S = jnp.sum(logprob_SV > own_S[:, None], -1, dtype=jnp.int32) + 1
-        top_SK, ids_SK = jax.lax.top_k(logprob_SV, k)
-        pad = ((0, 0), (0, NUM_TOP - k))
-        return own_S, rank_S, jnp.pad(ids_SK, pad), jnp.pad(top_SK, pad, constant_values=-jnp.inf)
+        masked_SV = mask_vocabulary(operand.T if columns else operand, vocab_S - start)
+        shifted_SV = masked_SV - max_over(masked_SV.max(-1, keepdims=True), axis_name)
+        logprob_SV = shifted_SV - jnp.log(sum_over(jnp.sum(jnp.exp(shifted_SV), -1, keepdims=True), axis_name))
+        value_S = jnp.take_along_axis(logprob_SV, own_S[:, None], 1, mode="clip")[:, 0]
+        if axis_name is not None:
+            value_S = jax.lax.psum(jnp.where((own_S >= 0) & (own_S < V), value_S, 0), axis_name)
+        rank_S = sum_over(jnp.sum(logprob_SV > value_S[:, None], -1, dtype=jnp.int32), axis_name) + 1
+        top_SK, ids_SK = top_of_blocks(logprob_SV, k)
+        if axis_name is not None:
+            top_SK, ids_SK = jax.lax.all_gather((top_SK, ids_SK + start), axis_name, axis=1, tiled=True)
+            top_SK, place_SK = jax.lax.top_k(top_SK, min(NUM_TOP, top_SK.shape[1]))
+            ids_SK = jnp.take_along_axis(ids_SK, place_SK, 1)
+        pad = ((0, 0), (0, NUM_TOP - top_SK.shape[1]))
+        return value_S, rank_S, jnp.pad(ids_SK, pad), jnp.pad(top_SK, pad, constant_values=-jnp.inf)
 
     def skip(_: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         return (

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from multilora_jax.memory.geometry import INT_BITS
 from multilora_jax.models.batch import VocabTables
 from multilora_jax.models.layers import LlamaSpec
+from multilora_jax.models.shards import first_token, own_slice
 
 FIELDS = (
     "embed_rank", "embed_a", "embed_b", "embed_gain", "embed_map", "embed_rows", "final_norm",
@@ -57,13 +58,21 @@ class _Slot:
 
     def rows(self, start: jax.Array, index_N: jax.Array, length: int) -> jax.Array:
         """Rows number index_N of those from unit `start` on: float32[N, length]."""
-        per_row = length // self.geometry.unit
-        unit_NU = start + index_N[:, None] * per_row + jnp.arange(per_row)
-        bits = self._units.at[self._address(unit_NU)].get(mode="clip")
-        local = jax.lax.bitcast_convert_type(bits, self.spec.dtype).reshape(len(index_N), -1).astype(_F32)
+        local = self.slices(start, index_N, length)
         if self.spec.axis_name is None:
             return local
         return jax.lax.all_gather(local, self.spec.axis_name, axis=1, tiled=True)
+
+    def slices(self, start: jax.Array, index_N: jax.Array, length: int) -> jax.Array:
+        """This shard's part of the same rows: float32[N, length / TP]."""
+        per_row = length // self.geometry.unit
+        unit_NU = start + index_N[:, None] * per_row + jnp.arange(per_row)
+        bits = self._units.at[self._address(unit_NU)].get(mode="clip")
+        return jax.lax.bitcast_convert_type(bits, self.spec.dtype).reshape(len(index_N), -1).astype(_F32)
+
+    def products(self, x_SD: jax.Array, rows_ND: jax.Array) -> jax.Array:
+        """x rows^T over all features, from this shard's slices of both: float32[S, N]."""
+        return self._sum(_dot(x_SD, rows_ND.T))
 
     def _bits(self, start: jax.Array, index: jax.Array, length: jax.Array | int) -> jax.Array:
         """Bits of single elements of a row of `length` elements from unit `start` on; 0 on shards without them."""
@@ -178,41 +187,44 @@ def head_deltas(
     hidden_SD: jax.Array,
     mix_SX: jax.Array,
 ) -> jax.Array:
-    """Logits with each row's own adapters: float32[S, vocab_rows], from the base's.
+    """Logits with each row's own adapters, from the base's: float32[S, vocab_rows] (this shard's columns).
 
     Args:
         pool: uint[L, P, E] (this shard's).
-        logits_SV: float32[S, vocab_rows] of the base.
+        logits_SV: float32[S, vocab_rows] of the base (this shard's columns).
         hidden_SD: normed hidden states, compute type.
         mix_SX: float32[S, X], factor of row s on the adapter in slot x.
     """
     vocab, width, unit = spec.geometry.vocab_rows, hidden_SD.shape[1], spec.geometry.unit
-    hidden_SD = hidden_SD.astype(_F32)
+    columns = logits_SV.shape[1]
+    start = first_token(columns, spec.axis_name)
+    own_SD = own_slice(hidden_SD.astype(_F32), 1, spec.axis_name, spec.geometry.tp)
     first = jnp.zeros(1, jnp.int32)
 
     def add(slot: _Slot, total_SV: jax.Array) -> jax.Array:
         w_S1 = mix_SX[:, slot.slot][:, None]
 
         def gain(total_SV: jax.Array) -> jax.Array:
-            return total_SV + _scaled(w_S1, logits_SV * slot.rows(slot.head_gain, first, vocab))
+            return total_SV + _scaled(w_S1, logits_SV * slot.slices(slot.head_gain, first, vocab))
 
         def bias(total_SV: jax.Array) -> jax.Array:
-            return total_SV + _scaled(w_S1, slot.rows(slot.head_bias, first, vocab))
+            return total_SV + _scaled(w_S1, slot.slices(slot.head_bias, first, vocab))
 
         def ranks(j: jax.Array, total_SV: jax.Array) -> jax.Array:
             rank_R = j * _RANK_CHUNK + jnp.arange(_RANK_CHUNK)
             live_R1 = (rank_R < slot.head_rank)[:, None]
-            a_RD = jnp.where(live_R1, slot.rows(slot.head_a, rank_R, width), 0)
-            b_RV = jnp.where(live_R1, slot.rows(slot.head_b, rank_R, vocab), 0)
-            return total_SV + _dot(_scaled(w_S1, _dot(hidden_SD, a_RD.T) * slot.scales_2[1]), b_RV)
+            a_RD = jnp.where(live_R1, slot.slices(slot.head_a, rank_R, width), 0)
+            b_RV = jnp.where(live_R1, slot.slices(slot.head_b, rank_R, vocab), 0)
+            return total_SV + _dot(_scaled(w_S1, slot.products(own_SD, a_RD) * slot.scales_2[1]), b_RV)
 
         def rows(j: jax.Array, total_SV: jax.Array) -> jax.Array:
             index_C = j * _ROW_CHUNK + jnp.arange(_ROW_CHUNK)
             live_C = index_C < slot.num_head_rows
             padded = -(-slot.num_head_rows // unit) * unit
-            ids_C = jnp.where(live_C, slot.integers(slot.head_ids, index_C, padded), vocab)
-            rows_CD = jnp.where(live_C[:, None], slot.rows(slot.head_rows, index_C, width), 0)
-            return total_SV.at[:, ids_C].add(_scaled(w_S1, _dot(hidden_SD, rows_CD.T)), mode="drop")
+            ids_C = slot.integers(slot.head_ids, index_C, padded) - start
+            ids_C = jnp.where(live_C & (ids_C >= 0), ids_C, columns)  # those of other shards are dropped
+            rows_CD = jnp.where(live_C[:, None], slot.slices(slot.head_rows, index_C, width), 0)
+            return total_SV.at[:, ids_C].add(_scaled(w_S1, slot.products(own_SD, rows_CD)), mode="drop")
 
         total_SV = _where_present(slot.head_gain, gain, total_SV)
         total_SV = _where_present(slot.head_bias, bias, total_SV)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine.pool_view import PoolCapture, PoolView, capture
+from multilora_jax.engine.replica_stats import merge_stats
 from multilora_jax.server.history import History
 
 if TYPE_CHECKING:
@@ -61,19 +62,18 @@ class LiveView:
             return self._answer(since, first)
 
     async def _take(self) -> None:
-        llm = self._engine.engine
-        found: list[tuple[EngineStats, PoolCapture]] = []
-        # Between two steps, so that all is of one moment.
-        await self._engine.between_steps(lambda: found.append((llm.stats(), capture(llm))))
+        found = await asyncio.gather(*(_look_at(replica) for replica in self._engine.replicas))
         self._taken = time.monotonic()
-        if found:  # else a step takes long: the last look is shown again
-            self._stats, books = found[0]
-            self._view.update(books)
+        looks = [look for look in found if look is not None]
+        if len(looks) == len(found):  # else a step takes long: the last look is shown again
+            stats = [figures for figures, _ in looks]
+            self._stats = stats[0] if len(stats) == 1 else merge_stats(stats)
+            self._view.update(*(books for _, books in looks))
 
     @property
     def _view(self) -> PoolView:
         if self._pool is None:
-            self._pool = PoolView(self._engine.engine.allocator.num_total)
+            self._pool = PoolView(*(replica.engine.allocator.num_total for replica in self._engine.replicas))
         return self._pool
 
     def _read(self, cursor: str) -> tuple[int, int]:
@@ -130,15 +130,24 @@ class LiveView:
             adapters.sort(key=lambda adapter: order.get(adapter.name, len(_TIERS)))
         return [(a, *places.get(a.name, ("registered", False))) for a in adapters[:MAX_ROWS]]
 
+    def _uses(self, adapter: Adapter) -> tuple[int, int]:
+        """(hits, misses) of an adapter, over all replicas."""
+        uses = []
+        for replica in self._engine.replicas:
+            own = replica.engine.adapters.registry.find(adapter.name)
+            uses.append((0, 0) if own is None else replica.engine.cache.tally.of(own))
+        hits, misses = map(sum, zip(*uses, strict=True))
+        return hits, misses
+
     def _rows(self) -> list[dict[str, Any]]:
-        s, slots, tally = self._stats, self._view.slots, self._engine.engine.cache.tally
+        s, slots = self._stats, self._view.slots
         placed = self._placed()
         resident = {name for name, _, tier, _ in s.tiers if tier in _TIERS[:2]}
         slots.keep(resident | {adapter.name for adapter, _, _ in placed})
         rows = []
         for adapter, tier, pinned in placed:
             totals = self.history.totals(adapter.name)
-            hits, misses = tally.of(adapter)
+            hits, misses = self._uses(adapter)
             version = adapter.version
             rows.append(
                 {
@@ -153,6 +162,14 @@ class LiveView:
                 }
             )  # fmt: skip
         return rows
+
+
+async def _look_at(replica: AsyncEngine) -> tuple[EngineStats, PoolCapture] | None:
+    """Figures and books of one moment, between two steps; None where a step takes long."""
+    llm = replica.engine
+    found: list[tuple[EngineStats, PoolCapture]] = []
+    await replica.between_steps(lambda: found.append((llm.stats(), capture(llm))))
+    return found[0] if found else None
 
 
 def _most(counts: dict[str, int]) -> dict[str, int]:

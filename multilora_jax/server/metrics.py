@@ -18,6 +18,7 @@ from multilora_jax.engine.metrics import PHASES, REFUSALS, STEP_TOKENS, EngineSt
 from multilora_jax.request import RequestMetrics, RequestOutput
 from multilora_jax.server.adapter_figures import FIRST_TOKEN_BUCKETS, AdapterFigures
 from multilora_jax.server.call import Call
+from multilora_jax.server.replica_metrics import replica_families
 from multilora_jax.server.tenants import Caller
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class ServerMetrics:
         )  # fmt: skip
         yield from self._adapters_in_use(stats, engine)
         yield from self._adapter_tiers(stats)
+        yield from replica_families(stats, self._gauge, self._counter)
 
     def _adapters_in_use(self, stats: EngineStats, engine: LLMEngine) -> Iterator[Metric]:
         lists = {

@@ -13,6 +13,7 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
 from multilora_jax.engine.describe import describe
 from multilora_jax.errors import ConfigError
+from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.config import ModelConfig, RopeConfig
 from pallas_kernels.dispatch import H200, Device, assume_device
 
@@ -54,9 +55,12 @@ def test_without_a_size_a_cpu_gets_room_for_all_sequences():
 
 
 def test_on_an_accelerator_the_pool_takes_what_is_left():
-    weights, reserve = MODEL.num_parameters * 4, 1 << 30
+    rank_row = 2 * 4 * sum(sum(MODEL.module_dims(module)) for module in MODULES)
+    weights, reserve = MODEL.num_parameters * 4 + (512 + 256) * rank_row, 1 << 30
     stats = {"bytes_limit": 4 << 30}
     assert pages(stats, gpu_memory_utilization=0.5) == ((2 << 30) - weights - reserve) // PAGE
+    base_alone = ((2 << 30) - MODEL.num_parameters * 4 - reserve) // PAGE
+    assert pages(stats, gpu_memory_utilization=0.5, enable_lora=False) == base_alone
     assert pages(stats) == (int((4 << 30) * 0.9) - weights - reserve) // PAGE
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         pages(stats, gpu_memory_utilization=0.25)
@@ -65,6 +69,8 @@ def test_on_an_accelerator_the_pool_takes_what_is_left():
 def test_more_shards_than_devices_are_refused():
     assert devices.make_mesh(1).shape == {"data": 1, "model": 1}
     count = len(jax.devices())
+    with pytest.raises(ConfigError, match=f"with data_parallel_size {count + 1} needs {count + 1} devices, jax sees"):
+        devices.make_mesh(1, 0, count + 1)
     with pytest.raises(ConfigError, match=f"needs as many devices, jax sees {count} ") as error:
         devices.make_mesh(count + 1)
     assert (error.value.reason, error.value.param) == ("too_few_devices", "tensor_parallel_size")

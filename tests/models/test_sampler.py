@@ -20,6 +20,8 @@ from multilora_jax.models.sampler import (
     most_likely_of_columns,
     sample,
     token_logprobs,
+    token_noise,
+    top_of_blocks,
 )
 
 sample_jit, truncate_jit, logprobs_jit = jax.jit(sample), jax.jit(_truncate), jax.jit(token_logprobs)
@@ -53,6 +55,27 @@ def test_most_likely_of_columns_is_the_first_of_the_largest(vocab):
     token_S = np.asarray(jax.jit(most_likely_of_columns)(logits_VS, np.full(9, vocab)))
     assert 0 <= token_S[4] < vocab
     np.testing.assert_array_equal(np.delete(token_S, 4), np.delete(logits_VS.argmax(0), 4))
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 640, 1280, 2560, 4096 + 32])
+def test_top_of_blocks_is_top_k_to_the_order_of_equal_values(vocab):
+    logits_SV = np.random.default_rng(vocab).integers(-40, 40, (12, vocab)).astype(np.float32)
+    logits_SV[0], logits_SV[1], logits_SV[2, 3:] = -np.inf, 7, -np.inf
+    logits_SV[3] = np.arange(vocab)
+    k = min(NUM_TOP, vocab)
+    got, wanted = jax.jit(top_of_blocks, static_argnums=1)(logits_SV, k), jax.lax.top_k(logits_SV, k)
+    np.testing.assert_array_equal(got[0], wanted[0])
+    np.testing.assert_array_equal(got[1], wanted[1])
+
+
+def test_noise_belongs_to_a_token_and_not_to_its_place():
+    key = jax.random.key(7)
+    whole = np.asarray(token_noise(key, 0, 4000))
+    np.testing.assert_array_equal(token_noise(key, 1000, 500), whole[1000:1500])
+    assert not np.array_equal(token_noise(jax.random.key(8), 0, 4000), whole)
+    # Gumbel's mean and standard deviation.
+    assert whole.mean() == pytest.approx(0.5772, abs=0.08)
+    assert whole.std() == pytest.approx(np.pi / 6**0.5, abs=0.08)
 
 
 def test_columns_change_nothing_but_the_layout():

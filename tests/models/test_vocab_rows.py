@@ -17,6 +17,7 @@ from multilora_jax.lora.packing import pack
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig, RopeConfig
 from multilora_jax.models.layers import LlamaSpec
+from multilora_jax.models.shards import own_slice
 from multilora_jax.models.vocab_rows import embedding_deltas, final_norm_deltas, head_deltas
 
 CONFIG = ModelConfig(
@@ -113,16 +114,22 @@ class Setup:
         self.mix_SX[:, [4, 0, 2, 1]] = mix
 
     def run(self, function, *args):
-        """The result on every shard must be the same."""
+        """The result on every shard must be the same; of heads each shard has its columns."""
         spec = LlamaSpec(CONFIG, self.geometry, axis_name="model" if self.tp > 1 else None)
         tables = jax.tree.map(jnp.asarray, self.tables)
 
+        columns = function is head_deltas
+
         def call(pool, args):
+            if columns:
+                args = (own_slice(args[0], 1, spec.axis_name, self.tp), *args[1:])
             return function(spec, pool, tables, *args)
 
         if self.tp == 1:
             return np.asarray(jax.jit(call)(self.shards[0], args))
         parts = jax.jit(jax.vmap(call, in_axes=(0, None), axis_name="model"))(jnp.stack(self.shards), args)
+        if columns:
+            return np.concatenate(np.asarray(parts), 1)
         for part in parts[1:]:
             np.testing.assert_array_equal(part, parts[0])
         return np.asarray(parts[0])

@@ -192,7 +192,7 @@ def test_a_failed_start_stops_listening(monkeypatch):
 @pytest.mark.parametrize(("terminal", "warm_up"), [(True, True), (False, True), (False, False)])
 def test_bars_on_a_terminal_and_lines_elsewhere(monkeypatch, caplog, terminal, warm_up):
     class Engine:
-        def __init__(self, config, *, progress):
+        def __init__(self, config, *, progress, **_):
             self.bars, self.warm = progress, False
             self.runner = SimpleNamespace(num_compilations=7)
 
