@@ -137,7 +137,8 @@ class Clients:
 
     async def _chat(self) -> str:
         body = self._body(stream=self._rng.random() < 0.5)
-        return await self._answered(CHAT, {**body, "messages": [{"role": "user", "content": body.pop("prompt")}]})
+        messages = [{"role": "user", "content": body.pop("prompt")}]
+        return await self._answered(CHAT, {**body, "messages": messages})
 
     async def _cancel(self) -> str:
         """Leaves at once, before an answer, or in the middle of one."""

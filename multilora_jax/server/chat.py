@@ -74,7 +74,9 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         return EventStream(_events(body, streams[0], answer, tokenizer, tool_use), streams)
 
     async def run() -> list[RequestOutput]:
-        return await last_outputs(await submit())
+        streams = await submit()
+        with naming(tool_use.structure_field):
+            return await last_outputs(streams)
 
     try:
         [output] = await until_disconnect(request.receive, run())
@@ -119,20 +121,22 @@ async def _events(
             extra["usage"] = usage([output]) if body.continuous_usage else None
         return answer.wrap([choice], output, **extra)
 
-    async with aclosing(merged([stream])) as outputs:
-        first = True
-        async for _, output in outputs:
-            if first:
-                for index in range(len(answers)):
-                    ids = {"prompt_token_ids": list(output.prompt_token_ids)} if body.return_token_ids else {}
-                    delta = {"role": "assistant", "content": ""}
-                    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    yield chunk(output, choice, **(ids if not index else {}))
-                first = False
-            for pieces in answers:
-                piece = pieces.advance(output)
-                if piece is not None:
-                    yield chunk(output, piece)
+    # A grammar may turn out to be too much in the middle of the answer.
+    with naming(tool_use.structure_field):
+        async with aclosing(merged([stream])) as outputs:
+            first = True
+            async for _, output in outputs:
+                if first:
+                    for index in range(len(answers)):
+                        ids = {"prompt_token_ids": list(output.prompt_token_ids)} if body.return_token_ids else {}
+                        delta = {"role": "assistant", "content": ""}
+                        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                        yield chunk(output, choice, **(ids if not index else {}))
+                    first = False
+                for pieces in answers:
+                    piece = pieces.advance(output)
+                    if piece is not None:
+                        yield chunk(output, piece)
     if body.include_usage and output is not None:
         yield answer.wrap([], output, usage=usage([output]))
 

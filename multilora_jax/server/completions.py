@@ -60,7 +60,9 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         return EventStream(_events(body, prompts, streams, answer, tokenizer), streams)
 
     async def run() -> list[RequestOutput]:
-        return await last_outputs(await _submit(body, context.engine, target, prompts, answer.id, arrival_time))
+        streams = await _submit(body, context.engine, target, prompts, answer.id, arrival_time)
+        with naming(body.structure_field):
+            return await last_outputs(streams)
 
     try:
         outputs = await until_disconnect(request.receive, run())
@@ -109,14 +111,16 @@ async def _events(
 ) -> AsyncGenerator[dict[str, Any], None]:
     choices = [_choices(body, prompts, index, tokenizer) for index in range(len(prompts))]
     newest: dict[int, RequestOutput] = {}
-    async with aclosing(merged(streams)) as outputs:
-        async for index, output in outputs:
-            newest[index] = output
-            for choice in choices[index]:
-                piece = choice.advance(output)
-                if piece is not None:
-                    extra = _stream_usage(body, newest)
-                    yield answer.wrap([piece], output, **extra)
+    # A grammar may turn out to be too much in the middle of the answer.
+    with naming(body.structure_field):
+        async with aclosing(merged(streams)) as outputs:
+            async for index, output in outputs:
+                newest[index] = output
+                for choice in choices[index]:
+                    piece = choice.advance(output)
+                    if piece is not None:
+                        extra = _stream_usage(body, newest)
+                        yield answer.wrap([piece], output, **extra)
     if body.include_usage:
         yield answer.wrap([], newest[0], usage=usage(newest.values()))
 

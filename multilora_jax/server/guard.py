@@ -130,6 +130,10 @@ class CallMiddleware:
             self._calls.ended(call)
 
 
+COUNTED_WITHIN = frozenset({"/page/compare"})
+"""Routes whose request is made of others, each of which comes through here by itself and counts as one."""
+
+
 class KeyLimits:
     """Holds each key to its requests a minute and at once, and lets no new work in while the server ends."""
 
@@ -145,6 +149,8 @@ class KeyLimits:
             error = UnavailableError("the server is shutting down: try again, it may be back soon", reason="draining")
             error.retry_after_s = 1
             return await error_response(error)(scope, receive, send)
+        if scope["path"] in COUNTED_WITHIN:
+            return await self._app(scope, receive, send)
         limits = call.caller.limits
         try:
             limits.enter(time.monotonic())

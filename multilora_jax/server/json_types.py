@@ -60,7 +60,7 @@ STOP = or_null(NON_EMPTY, _list(NON_EMPTY))
 
 _TEXT_PART = {"type": "object", "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": TEXT},
               "required": ["text"]}  # fmt: skip
-_CONTENT = or_null(TEXT, _list(_TEXT_PART))
+_CONTENT: Schema = {"anyOf": [TEXT, _list(_TEXT_PART)]}
 _CALL = _object(
     {
         "id": or_null(TEXT),
@@ -81,19 +81,24 @@ MESSAGES = _list(
             {
                 "type": "object",
                 "properties": {"role": {"enum": ["system", "developer", "user"]}, **_SPOKEN},
-                "required": ["role"],
+                "required": ["role", "content"],
                 "additionalProperties": _EMPTY,
             },
             {
                 "type": "object",
-                "properties": {"role": {"const": "assistant"}, **_SPOKEN, "tool_calls": or_null(_list(_CALL))},
+                "properties": {
+                    "role": {"const": "assistant"},
+                    **_SPOKEN,
+                    "content": or_null(_CONTENT),
+                    "tool_calls": or_null(_list(_CALL)),
+                },
                 "required": ["role"],
                 "additionalProperties": _EMPTY,
             },
             {
                 "type": "object",
                 "properties": {"role": {"const": "tool"}, **_SPOKEN, "tool_call_id": or_null(TEXT)},
-                "required": ["role"],
+                "required": ["role", "content"],
                 "additionalProperties": _EMPTY,
             },
         ]

@@ -15,7 +15,7 @@ _OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages of role, text content and, where they were sent, name, an assistant's tool_calls, a tool's
-    tool_call_id.
+    tool_call_id. Only an assistant's message may be without content: it may have called tools instead.
 
     The arguments of tool calls, which the API has as text, come out as the object that they spell, which is what
     templates expect; text that spells none stays text. Fields of an answer of this API (`refusal`, `audio`...) may come
@@ -24,10 +24,14 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     Raises:
         UserError: the message says which one is at fault.
     """
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(flatten_content(messages))]
+    flat = flatten_content(messages)
+    return [
+        _message(message, f"messages[{i}]", has_content=given.get("content") is not None)
+        for i, (message, given) in enumerate(zip(flat, messages, strict=True))
+    ]
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, *, has_content: bool) -> dict[str, Any]:
     role = message["role"]
     if role not in ROLES:
         _refuse(f"{where}.role must be one of {', '.join(ROLES)}, not {role[:100]!r}")
@@ -39,6 +43,8 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{', '.join(known)}",
                 "unsupported_parameter",
             )
+    if role != "assistant" and not has_content:
+        _refuse(f"{where}.content is missing: a message of the role {role} needs a text, which may be empty")
     out = {name: message[name] for name in known if message.get(name) is not None}
     for name in ("name", "tool_call_id"):
         if not isinstance(out.get(name, ""), str):

@@ -55,9 +55,10 @@ def naming(field: str | None) -> Iterator[None]:
 
 
 def _named(error: UserError, field: str) -> UserError:
-    if field == "structured_outputs" or "structured_outputs" not in error.message:
+    about = "structured_outputs"
+    if field == about or (error.param != about and about not in error.message):
         return error
-    param = field if error.param == "structured_outputs" else error.param
+    param = field if error.param == about else error.param
     return UserError(error.message.replace("structured_outputs", field, 1), reason=error.reason, param=param)
 
 

@@ -71,6 +71,16 @@ async def test_text_parts_system_and_developer_messages(server):
     assert text == "<system>s\n<developer>d\n<user>a\nb\n<assistant>c\n<user>e\n<assistant>"
 
 
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+async def test_only_an_assistant_may_say_nothing(server, role):
+    for message in ({"role": role}, {"role": role, "content": None}):
+        response = await server.post(PATH, {"model": "base", "messages": [*user("a"), message]})
+        error = response.json()["error"]
+        assert (response.status_code, error["reason"]) == (400, "bad_messages")
+        assert f"messages[1].content is missing: a message of the role {role}" in error["message"]
+    await server.chat(messages=[*user("a"), {"role": "assistant"}, {"role": role, "content": ""}], max_tokens=1)
+
+
 async def test_generation_prompt_and_continuation(server):
     async def prompt(**fields):
         answer = await server.chat(max_tokens=1, return_token_ids=True, **fields)

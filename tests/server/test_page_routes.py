@@ -15,6 +15,7 @@ from multilora_jax.memory.allocator import PageKind
 from multilora_jax.server.page_files import HEADERS, NAMES, PAGE_PATHS, page_file
 from tests.server.fake_engine import PAGES
 from tests.server.harness import Server, parse_events, wait_for
+from tests.server.keyed import KEYS, write_keys
 from tests.server.pool_engine import PoolEngine
 from tests.server.test_auth import bearer
 
@@ -254,6 +255,17 @@ async def test_a_comparison_carries_the_caller_s_key_and_limits(make_page):
     [event, _] = (await compared(server, bearer(API), **body))[0]
     assert event["error"]["code"] == 429
     assert int(event["retry_after_s"]) > 0
+
+
+async def test_a_comparison_counts_as_its_completions_and_no_more(make_page, tmp_path):
+    server = make_page(keys_file=write_keys(tmp_path, a={"requests_per_minute": 3, "max_concurrent": 2}))
+    headers = {"Authorization": f"Bearer {KEYS['a']}"}
+    body = {"models": ["base", "adapter-a"], "route": "completions", "request": {"prompt": "x", "max_tokens": 1}}
+    found = await compared(server, headers, **body)
+    assert [text_of(found[index]) for index in range(2)] == ["b", "a"]
+    found = await compared(server, headers, **body)  # one is left of the three of this minute
+    refused = [event["error"]["reason"] for events in found.values() for event in events if "error" in event]
+    assert refused == ["requests_per_minute"]
 
 
 @pytest.mark.parametrize(

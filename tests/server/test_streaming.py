@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from multilora_jax.errors import UserError
 from tests.server.harness import joined, parse_events, wait_for
 
 pytestmark = pytest.mark.anyio
@@ -103,3 +104,31 @@ async def test_a_request_that_the_engine_gives_up_is_an_error(server, monkeypatc
     assert (await server.post(PATH, {"model": "base", "prompt": "hi"})).status_code == 500
     answer = await server.post(PATH, {"model": "base", "prompt": "hi", "stream": True})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, 500)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs", "guided_json"])
+async def test_a_grammar_that_breaks_in_the_middle_is_called_by_the_field_that_was_sent(
+    server, monkeypatch, path, field, stream
+):
+    advance = server.engine._advance
+
+    def break_off(request):
+        output = advance(request)
+        if len(request.output_ids) > 3:
+            error = UserError("too much: simplify it", reason="grammar_too_complex", param="structured_outputs")
+            return server.engine._given_up(request, error)
+        return output
+
+    monkeypatch.setattr(server.engine, "_advance", break_off)
+    prompt = {"prompt": "hi"} if path == PATH else {"messages": [{"role": "user", "content": "hi"}]}
+    schema = {"type": "object"}
+    asked = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "structured_outputs": {"json": schema},
+        "guided_json": schema,
+    }[field]
+    answer = await server.post(path, {"model": "base", **prompt, field: asked, "stream": stream})
+    error = parse_events(answer)[-1]["error"] if stream else answer.json()["error"]
+    assert (error["reason"], error["param"]) == ("grammar_too_complex", field)
