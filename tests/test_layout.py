@@ -116,6 +116,7 @@ HOST = (
     "multilora_jax.engine.transfers",
     "multilora_jax.engine.scheduler",
     "multilora_jax.engine.scheduler_books",
+    "multilora_jax.engine.cache_check",
     "multilora_jax.engine.quarantine",
     "multilora_jax.engine.recovery",
     "multilora_jax.engine_vitals",

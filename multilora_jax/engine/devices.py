@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from multilora_jax.config import EngineConfig
+from multilora_jax.engine.cache_check import remove_cut_off
 from multilora_jax.engine.rank_rows import row_buckets
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
@@ -199,6 +200,8 @@ def set_compilation_cache(folder: str | None) -> Path:
     except OSError as error:  # a full disk, or one that may not be written to: slower, but no reason not to serve
         log.warning("compiled programs are not kept: %s", error)
         return path
+    if configured != str(path):  # once a process
+        remove_cut_off(path)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

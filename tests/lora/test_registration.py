@@ -32,10 +32,10 @@ def test_ten_thousand_names_cost_neither_files_nor_memory_nor_time(make_registry
     folder = str(empty_folder(tmp_path / "a"))
     for module, name in ((builtins, "open"), (io, "open"), (os, "open"), (reader_module.threading, "Thread")):
         monkeypatch.setattr(module, name, refuse)
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread's own work: others may have the processor meanwhile
     for i in range(10_000):
         registry.register(LoRARequest(f"adapter-{i}", i + 1, folder))
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
     assert len(registry.list()) == 10_000
     assert registry.next_int_id() == 10_001
     assert registry.get("adapter-9999").version is None

@@ -89,9 +89,11 @@ def test_outputs_on_a_full_disk_do_not_end_a_server(start):
 
 
 def test_a_compilation_cache_on_a_full_disk_is_done_without(start, tmp_path):
-    """No file may grow beyond a block, so programs are written in part: neither this start minds nor the next."""
+    """No file may grow beyond a block, so programs are written in part: neither this start minds nor the next, which
+    compiles them anew and keeps them."""
+    folder, sizes = tmp_path / "xla", []
     words = ("multilora_jax.serve", "--config", "configs/tiny.yaml", "--port", "PORT", "--max_num_seqs", "4",
-             "--max_num_batched_tokens", "32", "--compilation_cache_dir", str(tmp_path / "xla"))  # fmt: skip
+             "--max_num_batched_tokens", "32", "--compilation_cache_dir", str(folder))  # fmt: skip
     request = body() | {"model": "tiny", "temperature": 0}
     texts = []
     for limits in ("ulimit -f 1;", ""):
@@ -100,7 +102,9 @@ def test_a_compilation_cache_on_a_full_disk_is_done_without(start, tmp_path):
         assert answer.status_code == 200, answer.text
         texts.append(answer.json()["choices"][0]["text"])
         assert server.stop() == 0
+        sizes.append(max(path.stat().st_size for path in folder.glob("*-cache")))
     assert texts[0] == texts[1]
+    assert sizes[0] <= 1024 < sizes[1]
 
 
 def test_a_cache_folder_that_cannot_be_made_is_done_without(tmp_path, monkeypatch, caplog):
