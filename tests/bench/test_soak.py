@@ -43,7 +43,7 @@ async def drive(port: int, until: Callable[[Clients], bool], number: int, manage
     """Lets clients at a server until enough has come of it, however long that takes on a busy machine."""
     clients = Clients("127.0.0.1", port, "base", PATHS, 0, patience_s)
     tasks = [asyncio.create_task(clients.run(i, managers)) for i in range(number)]
-    await wait_for(lambda: until(clients), PATIENCE_S)
+    await wait_for(lambda: clients.ledger.faults or until(clients), PATIENCE_S)
     clients.stop()
     await asyncio.gather(*tasks)
     return clients
@@ -75,7 +75,10 @@ async def test_every_kind_of_client_gets_what_it_should(server):
 async def test_a_soak_of_the_real_engine(configs):
     """Everything at once, until enough of each has come to an end; nothing lost, nothing held, sound books."""
     roots = (str(GOLDEN / "cases"),)
-    real = RealServer("tied", configs / "tiny_model", adapter_roots=roots, max_num_seqs=8, warm_up=False)
+    real = RealServer(
+        "tied", configs / "tiny_model", adapter_roots=roots, max_num_seqs=8, warm_up=False,
+        chat_template="{{ messages[0].content }}>",
+    )  # fmt: skip
     narrowed(real.engine)
     real.engine.warm_up()
     try:

@@ -87,7 +87,7 @@ def listening(app: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-async def wait_for(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+async def wait_for(condition: Callable[[], Any], seconds: float = 2.0) -> None:
     """Fails when the condition has not come true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
