@@ -171,7 +171,7 @@ def test_a_sharded_input_and_output():
     check([expand(jnp.asarray(s), pool[i], rows, part, y[i]) for i in range(2)])
     # What crosses between shards is [M, T, R]: the tiles, of which tokens fill a part, are put there and taken back.
     tiles = jnp.stack([shrink(x[i], pool[i], rows, part) for i in range(2)])
-    summed = jax.vmap(lambda s: pallas_triton._sum_over_shards(s, part, 6, 96, "model"), axis_name="model")(tiles)
+    summed = jax.vmap(lambda s: pallas_triton.sum_over_shards(s, part, 6, 96, "model"), axis_name="model")(tiles)
     check([expand(summed[i], pool[i], rows, part, y[i]) for i in range(2)])
 
 
