@@ -45,9 +45,6 @@ def scaled(s_MTR: jax.Array, rows: RankRows) -> jax.Array:
     return s_MTR if rows.const_MR is None else s_MTR + jnp.asarray(rows.const_MR)[:, None]
 
 
-TILES_FROM_ROWS = 64
-"""Rank rows from which on products by tiles may be faster than dense ones."""
-
 _UNITS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 
 
@@ -67,9 +64,11 @@ def dense_units(dtype: str) -> bool:
 
 
 def prefers_tiles(plan: Plan, num_tokens: int, num_rows: int, dtype: Any) -> bool:
-    """Whether products by tiles beat dense ones: many rows, and blocks with at most as many free places as tokens."""
+    """Whether products by tiles beat dense ones: less than half of the work, in blocks that are not nearly empty."""
     places = sum(len(part.row_W) * part.block_tokens for part in plan)
-    return num_rows >= TILES_FROM_ROWS and places <= 2 * num_tokens and not dense_units(jnp.dtype(dtype).name)
+    work = sum(len(part.row_W) * part.block_tokens * part.tile_rows for part in plan)
+    fewer = 2 * work <= num_tokens * num_rows and places <= 4 * num_tokens
+    return fewer and not dense_units(jnp.dtype(dtype).name)
 
 
 def delta(
