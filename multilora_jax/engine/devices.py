@@ -109,9 +109,13 @@ def interprets(kernel_backend: str) -> bool:
 def attention_backend(kernel_backend: str, model: ModelConfig, dtype: str) -> str:
     """LlamaSpec.attention_backend: a Pallas implementation on GPUs that have one, XLA elsewhere, or as configured.
 
+    Attention has no mosaic_gpu kernel: beside the adapters' runs the triton one.
+
     Raises:
         ConfigError: the one that was asked for does not run here.
     """
+    if kernel_backend == "mosaic_gpu":
+        kernel_backend = "triton"
     return _picked(kernel_backend, functools.partial(pick_attention, model.head_dim, dtype))
 
 

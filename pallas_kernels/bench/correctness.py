@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.bench.alternatives import ALTERNATIVES
-from pallas_kernels.bench.loras import MIXES, make_batch, tokens_of_adapters
+from pallas_kernels.bench.loras import MIXES, implementations, make_batch, tokens_of_adapters
 from pallas_kernels.bench.report import Result
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.paged_attention.arg_specs import HEADS, random_arguments
@@ -50,7 +50,7 @@ def attention_checks(dtypes: tuple[str, ...], small: bool, interpret: bool) -> I
 
 def lora_checks(dtypes: tuple[str, ...], small: bool, interpret: bool) -> Iterator[Result]:
     """Mixes of adapters and ranks by type, and what they are compared with for speed."""
-    names = dispatch.choose("lora_delta", lora_api.BACKENDS, interpret=interpret)
+    names = implementations(interpret)
     in_dim, out_dim, unit = (128, 192, 64) if small else (4096, 4096, 1024)
     mixes = [(mix, tokens, (16,)) for tokens in (8 if small else 64,) for mix in ("base", *MIXES)]
     mixes += [("distinct", 1, (16,)), ("distinct", 7 if small else 64, (1, 8, 64, 5, 16, 128))]

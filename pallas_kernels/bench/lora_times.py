@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
 from pallas_kernels.bench.alternatives import ALTERNATIVES, Alternative
-from pallas_kernels.bench.loras import Batch, make_batch, tokens_of_adapters
+from pallas_kernels.bench.loras import Batch, implementations, make_batch, tokens_of_adapters
 from pallas_kernels.bench.report import Result
 from pallas_kernels.bench.timing import Clock
 from pallas_kernels.segmented_lora import api
@@ -49,7 +48,7 @@ TINY = Size(64, 128, 64, 1, cases=(("distinct", 4, (16,)), ("skewed", 5, (8,))),
 
 def lora_times(clock: Clock, size: Size, interpret: bool) -> Iterator[Result]:
     """Every case by every implementation; the alternatives in plain XLA take one rank only, and time."""
-    names = dispatch.choose("lora_delta", api.BACKENDS, interpret=interpret)
+    names = implementations(interpret)
     for mix, tokens, ranks in size.cases:
         case = f"{mix}, {tokens} tokens, rank {', '.join(map(str, ranks))}, {size.in_dim} to {size.out_dim}"
         if clock.left < 0:

@@ -100,7 +100,7 @@ def collectives(hlo: str) -> list[str]:
 
 def kernel_launches(hlo: str) -> dict[str, int]:
     """How often an optimised HLO launches each Pallas kernel, by its name."""
-    names = re.findall(r'custom-call\(.*op_name="[^"]*?(\w+)/pallas_call"', hlo)
+    names = re.findall(r'custom-call\(.*op_name="[^"]*?(\w+)/(?:pallas_call|mpmd_map)"', hlo)
     return {name: names.count(name) for name in sorted(set(names))}
 
 

@@ -17,17 +17,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.segmented_lora import pallas_triton, xla_pool
+from pallas_kernels.segmented_lora import pallas_mosaic_gpu, pallas_triton, xla_pool
 from pallas_kernels.segmented_lora.gradients import pool_gradients
 from pallas_kernels.segmented_lora.plan import MIN_BLOCK, Plan, trace_plan
 from pallas_kernels.segmented_lora.rank_rows import RankRows, Rows, check, whole
 
 _F32 = jnp.float32
 
-BACKENDS: dict[str, Callable[..., jax.Array]] = {"triton": pallas_triton.delta, "xla": xla_pool.delta}
-"""Implementations in the order of preference."""
+BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "triton": pallas_triton.delta, "xla": xla_pool.delta, "mosaic_gpu": pallas_mosaic_gpu.delta
+}  # fmt: skip
+"""Implementations in the order of preference. No GPU has run the mosaic_gpu kernels: they run where they are named."""
 
-_CONSTANTS = {"triton": pallas_triton.constants, "xla": xla_pool.constants}
+_CONSTANTS = {"triton": pallas_triton.constants, "xla": xla_pool.constants, "mosaic_gpu": pallas_mosaic_gpu.constants}
+_CHECKS = {"triton": pallas_triton.check_supported, "mosaic_gpu": pallas_mosaic_gpu.check_supported}
 
 
 def pick(unit: int, dtype: str, implementation: str | None = None, *, interpret: bool = False) -> str:
@@ -43,8 +46,8 @@ def pick(unit: int, dtype: str, implementation: str | None = None, *, interpret:
     """
     for name in dispatch.choose("lora_delta", BACKENDS, implementation, interpret=interpret):
         try:
-            if name == "triton":
-                pallas_triton.check_supported((unit, unit), dtype)
+            if name in _CHECKS:
+                _CHECKS[name]((unit, unit), dtype)
             return name
         except NotImplementedError as error:
             if implementation is not None:

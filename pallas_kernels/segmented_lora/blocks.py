@@ -81,7 +81,8 @@ def shrink_blocks(part: Segments, in_dim: int, modules: int, unit: int, dtype: s
     """
     C, W = part.block_tokens, min(len(part.row_W), len(part.token_NC))
     exact = dtype == "float32"  # without tensor cores: the products themselves fill the registers
-    chunk = _chunk(unit, 128 if C <= 32 and not exact else 64 if not exact or C <= 32 else 32)
+    # float32 prompts of several modules in steps of 32: ptxas of CUDA 13.5 spilled (4 bytes, jax 0.12).
+    chunk = _chunk(unit, 128 if C <= 32 and not exact else 64 if not exact or C <= 32 else 32 if modules == 1 else 16)
     splits = divisor(in_dim // chunk, min(-(-_PROGRAMS // W), 8 if C <= 32 else 2))
     heuristic = ShrinkBlocks(chunk, splits if splits <= 16 else 1, num_warps=4 if C <= 32 else 8)
     return tuning.lookup(OP, shrink_key(part, in_dim, modules, unit, dtype), heuristic)
@@ -92,8 +93,8 @@ def expand_blocks(part: Segments, out_dims: tuple[int, ...], unit: int, dtype: s
     C, N, total = part.block_tokens, len(part.token_NC), sum(out_dims)
     chunk = _chunk(unit, 128 if C <= 32 and dtype != "float32" else 64)
     columns = total // chunk
-    # More than two steps: ptxas spilled (4 bytes, units of 128).
-    steps = max(d for d in (1, 2) if columns % d == 0 and (d == 1 or N * columns // d >= 2 * _PROGRAMS))
+    # More than two steps: ptxas spilled (4 bytes, units of 128); so it did with two of three modules (jax 0.12).
+    steps = 2 if len(out_dims) == 1 and columns % 2 == 0 and N * columns >= 4 * _PROGRAMS else 1
     heuristic = ExpandBlocks(chunk, steps, num_warps=4 if C <= 32 else 8)
     return tuning.lookup(OP, expand_key(part, out_dims, unit, dtype), heuristic)
 

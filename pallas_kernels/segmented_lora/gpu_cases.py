@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu_check import Case
+from pallas_kernels.mosaic import THREADS
 from pallas_kernels.segmented_lora.api import lora_delta, lora_matmul
 from pallas_kernels.segmented_lora.arg_specs import GROUPS, MODELS, Arguments, arguments
 from pallas_kernels.segmented_lora.plan import SegmentShape
@@ -50,19 +51,31 @@ def cases() -> dict[str, Case]:
         "triton_mixed_8b_down_f32": _case(arguments(llama, "down", 2112, 2048, MIXED, f32), "triton"),
         "triton_large_pool": _case(arguments(llama, "o", 64, 1024, DECODE, bf16, pool_units=1 << 22), "triton"),
         "triton_dense_backward": _dense("triton", True, bf16),
+        "mosaic_gpu_decode_8b_qkv_bf16": _case(
+            arguments(llama, "qkv", 64, 1024, DECODE, bf16, pool_dtype=uint16), "mosaic_gpu"
+        ),
+        "mosaic_gpu_ranks_8b_down_f32": _case(arguments(llama, "down", 64, 2048, DECODE_RANKS, f32), "mosaic_gpu"),
+        "mosaic_gpu_mixed_8b_o_f16": _case(
+            arguments(llama, "o", 2112, 2048, MIXED, jnp.float16, pool_dtype=uint16), "mosaic_gpu"
+        ),
     }
     return found
 
 
-def sweep(implementation: str = "triton") -> dict[str, Case]:
-    """Models x groups x plans in bfloat16; the other types with the plan that has both sizes of blocks."""
+def sweep() -> dict[str, Case]:
+    """Models x groups x plans in bfloat16; the other types with the plan that has both sizes of blocks.
+
+    The mosaic_gpu kernels take short segments and units of whole warpgroups alone.
+    """
     found = {}
     plans = {"decode": (64, DECODE), "ranks": (64, DECODE_RANKS), "mixed": (2112, MIXED)}
     for model, widths in MODELS.items():
         for group in GROUPS:
             for dtype in ("bfloat16", "float16", "float32"):
                 for name, (tokens, plan) in plans.items():
+                    args = arguments(widths, group, tokens, 2048, plan, jnp.dtype(dtype))
                     if dtype == "bfloat16" or name == "mixed":
-                        args = arguments(widths, group, tokens, 2048, plan, jnp.dtype(dtype))
-                        found[f"{implementation}_{name}_{model}_{group}_{dtype}"] = _case(args, implementation)
+                        found[f"triton_{name}_{model}_{group}_{dtype}"] = _case(args, "triton")
+                    if name != "mixed" and widths.unit % THREADS == 0:
+                        found[f"mosaic_gpu_{name}_{model}_{group}_{dtype}"] = _case(args, "mosaic_gpu")
     return found

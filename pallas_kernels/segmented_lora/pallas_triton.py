@@ -244,7 +244,7 @@ def delta(
     for part in plan:
         s_ZMWCK = shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
         if axis_name is not None:
-            s_ZMWCK = _sum_over_shards(s_ZMWCK, part, len(x_TI), Tables.of(rows).num_rows, axis_name)
+            s_ZMWCK = sum_over_shards(s_ZMWCK, part, len(x_TI), Tables.of(rows).num_rows, axis_name)
         y_TO = expand(s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret)
     return y_TO
 
@@ -268,7 +268,7 @@ def check_supported(units: tuple[int, int], dtype: Any) -> None:
         check_unit(unit)
 
 
-def _sum_over_shards(s_ZMWCK: jax.Array, part: Segments, num_tokens: int, num_rows: int, axis_name: str) -> jax.Array:
+def sum_over_shards(s_ZMWCK: jax.Array, part: Segments, num_tokens: int, num_rows: int, axis_name: str) -> jax.Array:
     """The projections summed over parts and shards, [1, M, W, C, K]: the all-reduce is of [M, T, R] and no more.
 
     A tile has room for C tokens, of which a decode often fills one.

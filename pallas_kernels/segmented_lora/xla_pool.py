@@ -6,7 +6,9 @@ of many adapters) nearly all of that is masked work, and each tile is multiplied
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,14 +45,30 @@ def scaled(s_MTR: jax.Array, rows: RankRows) -> jax.Array:
     return s_MTR if rows.const_MR is None else s_MTR + jnp.asarray(rows.const_MR)[:, None]
 
 
-TILES_FROM_ROWS = 256
-"""Rank rows from which on float32 products by tiles may be faster than dense ones."""
+_UNITS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
+
+
+@functools.cache
+def dense_units(dtype: str) -> bool:
+    """Whether this device multiplies such numbers in units of their own, so fast that masked work costs little.
+
+    A CPU without them converts every operand to float32.
+    """
+    if dtype == "float32" or jax.default_backend() != "cpu":
+        return dtype != "float32"
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return any(unit in flags for unit in _UNITS.get(dtype, ()))
 
 
 def prefers_tiles(plan: Plan, num_tokens: int, num_rows: int, dtype: Any) -> bool:
-    """Whether products by tiles beat dense ones: many rows, and blocks with at most as many free places as tokens."""
+    """Whether products by tiles beat dense ones: less than half of the work, in blocks that are not nearly empty."""
     places = sum(len(part.row_W) * part.block_tokens for part in plan)
-    return jnp.dtype(dtype) == _F32 and num_rows >= TILES_FROM_ROWS and places <= 2 * num_tokens
+    work = sum(len(part.row_W) * part.block_tokens * part.tile_rows for part in plan)
+    fewer = 2 * work <= num_tokens * num_rows and places <= 4 * num_tokens
+    return fewer and not dense_units(jnp.dtype(dtype).name)
 
 
 def delta(

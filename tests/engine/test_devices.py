@@ -121,8 +121,10 @@ def test_attention_goes_by_the_device_and_the_configuration():
         assert devices.attention_backend("auto", odd, "bfloat16") == "xla"
         with pytest.raises(ConfigError, match="kernel_backend triton .* power of two from 16 on, not 24"):
             devices.attention_backend("triton", odd, "bfloat16")
-        with pytest.raises(ConfigError, match="kernel_backend mosaic_gpu .* use None or one of triton, xla"):
-            devices.attention_backend("mosaic_gpu", MODEL, "bfloat16")
+        assert devices.attention_backend("mosaic_gpu", MODEL, "bfloat16") == "triton"
+        assert devices.lora_backend("mosaic_gpu", 128, "bfloat16") == "mosaic_gpu"
+        with pytest.raises(ConfigError, match="kernel_backend mosaic_gpu .* of 16 elements are no whole number of 128"):
+            devices.lora_backend("mosaic_gpu", 16, "bfloat16")
 
 
 @pytest.fixture

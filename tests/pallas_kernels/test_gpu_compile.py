@@ -92,6 +92,6 @@ def test_the_benchmark():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["triton"])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 def test_every_model_type_and_plan_of_segmented_lora(implementation):
     compile_cases("pallas_kernels.segmented_lora.gpu_cases", "--sweep", "--only", f"^{implementation}")

@@ -91,14 +91,26 @@ def test_xla_s_products_by_tiles(monkeypatch, dtype):
     PoolProblem(ranks, mix_TX=mix_TX, const=True, in_dim=160, dtype=dtype).check("xla", (SegmentShape(10, 60),))
 
 
-def test_tiles_are_for_many_rows_and_full_blocks():
+def test_tiles_are_for_many_rows_and_full_blocks(monkeypatch):
+    monkeypatch.setattr(xla_pool, "dense_units", lambda dtype: dtype == "bfloat16")
+
     def plan(blocks, tiles):
         return (jax.tree.map(lambda x: np.zeros(x.shape), segment_specs(SegmentShape(blocks, tiles))),)
 
     assert xla_pool.prefers_tiles(plan(32, 32), 256, 512, "float32")
-    assert not xla_pool.prefers_tiles(plan(32, 32), 256, 128, "float32")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 256, 48, "float32")
     assert not xla_pool.prefers_tiles(plan(32, 32), 32, 512, "float32")
     assert not xla_pool.prefers_tiles(plan(32, 32), 256, 512, "bfloat16")
+    assert xla_pool.prefers_tiles(plan(32, 32), 256, 512, "float16")
+
+
+def test_a_cpu_names_the_types_that_it_multiplies_itself(monkeypatch):
+    for flags, wanted in (("flags: amx_bf16 avx512f", (True, False)), ("flags: avx2", (False, False))):
+        monkeypatch.setattr(xla_pool.Path, "read_text", lambda *_, flags=flags, **__: flags)
+        xla_pool.dense_units.cache_clear()
+        assert (xla_pool.dense_units("bfloat16"), xla_pool.dense_units("float16")) == wanted
+        assert not xla_pool.dense_units("float32")
+    xla_pool.dense_units.cache_clear()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -171,7 +183,7 @@ def test_a_sharded_input_and_output():
     check([expand(jnp.asarray(s), pool[i], rows, part, y[i]) for i in range(2)])
     # What crosses between shards is [M, T, R]: the tiles, of which tokens fill a part, are put there and taken back.
     tiles = jnp.stack([shrink(x[i], pool[i], rows, part) for i in range(2)])
-    summed = jax.vmap(lambda s: pallas_triton._sum_over_shards(s, part, 6, 96, "model"), axis_name="model")(tiles)
+    summed = jax.vmap(lambda s: pallas_triton.sum_over_shards(s, part, 6, 96, "model"), axis_name="model")(tiles)
     check([expand(summed[i], pool[i], rows, part, y[i]) for i in range(2)])
 
 
