@@ -25,7 +25,7 @@ from multilora_jax.bench.trace_run import SimulatedServer, TraceRun, replay
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine.policies import Policy, PolicyConfig, make_policy
 from multilora_jax.engine.simulation import SimulatedAdapter, SimulatedEngine, SimulatedPool, StepCost
-from multilora_jax.engine.step_plan import SchedulerConfig
+from multilora_jax.engine.step_plan import SchedulerConfig, prompt_sizes
 from multilora_jax.errors import ConfigError
 
 # The flags count as those of the program that asks for them, so that its --help lists them.
@@ -160,8 +160,10 @@ def simulate(
     ]
     assert config.pool_pages is not None
     cap = None if pool == "unified" else config.max_adapter_pages
+    paced = config.target_step_ms is not None
+    sizes = prompt_sizes(config.max_num_batched_tokens, config.prefill_block, paced=paced)
     engine = SimulatedEngine(
-        SchedulerConfig.of(config, prompt_sizes_of(config)),
+        SchedulerConfig.of(config, sizes),
         SimulatedPool(config.pool_pages - 1, config.page_tokens, cap, split=pool == "split"),
         machine.cost,
         policy_of(config, policy, machine.cost, trace),
@@ -180,12 +182,3 @@ def policy_of(config: EngineConfig, name: str, cost: StepCost, trace: Sequence[T
         assert config.first_token_objective_s is not None
         return Oracle(config.first_token_objective_s, cost, {str(n): r.new_tokens for n, r in enumerate(trace)})
     return make_policy(PolicyConfig.of(dataclasses.replace(config, scheduling_policy=name)))
-
-
-def prompt_sizes_of(config: EngineConfig) -> tuple[int, ...]:
-    """Sizes of steps with prompts, for target_step_ms: those of an engine are powers of two of blocks or near it."""
-    sizes, size = [], config.prefill_block
-    while size < config.max_num_batched_tokens:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, config.max_num_batched_tokens)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from multilora_jax.engine.rank_rows import ROW_BLOCK
-from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
+from multilora_jax.engine.step_plan import ScheduledStep, max_blocks, prompt_sizes
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.batch import ForwardBatch, SamplingBatch
 from multilora_jax.models.layers import LlamaSpec
@@ -22,9 +22,6 @@ __all__ = [
     "BatchShape", "BuiltBatch", "ForwardBatch", "batch_shapes", "build_batch", "empty_batch", "pack", "pick_shape",
 ]  # fmt: skip
 
-
-LEAST_PROMPT_TOKENS = 64
-"""Prompt tokens of the smaller of the two sizes of steps with prompts: a short prompt must not pay for a full step."""
 
 MAX_TEMPERATURE = 1e30
 """Higher ones are as good as this, where every token is equally likely, and float32 still holds it."""
@@ -67,14 +64,14 @@ class BuiltBatch:
     chunks: list[tuple[Sequence, int, int]]
 
 
-def batch_shapes(max_num_seqs: int, max_prompt_tokens: int, block: int) -> list[BatchShape]:
+def batch_shapes(max_num_seqs: int, max_prompt_tokens: int, block: int, *, paced: bool = False) -> list[BatchShape]:
     """All step sizes to compile, smallest first.
 
     Decode-only steps come in a few sizes from 2 rows (a batch of one is far slower than of two on CPUs) by factors of
-    four; steps with prompts have room for every sequence, and for either a few prompt tokens or all.
+    four; steps with prompts have room for every sequence, and for the prompt tokens that `prompt_sizes` says.
     """
     decodes = [n for n in (2 * 4**i for i in range(8)) if n < max_num_seqs] + [max(2, max_num_seqs)]
-    sizes = sorted({min(max(block, LEAST_PROMPT_TOKENS), max_prompt_tokens), max_prompt_tokens})
+    sizes = prompt_sizes(max_prompt_tokens, block, paced=paced)
     mixed = [BatchShape(n, max_blocks(n, block), decodes[-1]) for n in sizes]
     return [BatchShape(0, 0, n) for n in decodes] + mixed
 
@@ -146,8 +143,7 @@ def build_batch(
         slot_of: slot of an active adapter; rows_of: the first row of each of its blocks in the buffers.
     """
     S, block = spec.geometry.page_tokens, spec.prefill_block
-    num_blocks = sum(-(-n // block) for _, n in step.prefills)
-    shape = pick_shape(shapes, step.num_decode_rows, sum(n for _, n in step.prefills), num_blocks)
+    shape = pick_shape(shapes, step.num_decode_rows, step.num_prompt_tokens, step.num_blocks(block))
     batch = empty_batch(shape, spec, width, slots)
     tokens, positions, kv_slots = batch.token_ids_T, batch.positions_T, batch.slots_T
     table: Any = batch.table_SP

@@ -55,6 +55,7 @@ class ModelRunner:
         max_num_seqs, max_prompt_tokens: largest step.
         max_model_len: longest sequence, in tokens.
         max_rank_rows: most rank rows of a step; 0 serves the base alone.
+        paced: whether steps with prompts are needed in more sizes, see batch.prompt_sizes.
 
     Attributes:
         loaded_bytes: bytes of adapters copied into the pool so far.
@@ -63,13 +64,14 @@ class ModelRunner:
 
     def __init__(
         self, model: Llama, mesh: Mesh, *, max_num_seqs: int, max_prompt_tokens: int, max_model_len: int,
-        max_rank_rows: int,
+        max_rank_rows: int, paced: bool = False,
     ):  # fmt: skip
         self.spec: LlamaSpec = model.spec
         self.mesh = mesh
         self.params = model.params()
         self.pool = make_pool(self.spec.geometry, mesh)
-        self.shapes = batch_shapes(max_num_seqs, max_prompt_tokens, self.spec.prefill_block)
+        self.shapes = batch_shapes(max_num_seqs, max_prompt_tokens, self.spec.prefill_block, paced=paced)
+        self._paced = paced
         self.width = table_width(max_model_len, self.spec.geometry)
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
@@ -138,8 +140,9 @@ class ModelRunner:
 
     @property
     def extended_shapes(self) -> list[BatchShape]:
-        """The sizes of extended steps: the largest of decodes alone and the largest of all, which keeps them few."""
-        return [shape for shape in self.shapes if not shape.num_blocks][-1:] + self.shapes[-1:]
+        """The sizes of extended steps: the largest of decodes alone and, unpaced, the largest of all: few."""
+        prompts = [shape for shape in self.shapes if shape.num_blocks]
+        return [shape for shape in self.shapes if not shape.num_blocks][-1:] + prompts[0 if self._paced else -1 :]
 
     def warm_up(self, *, progress: bool = True, threads: int = 2) -> None:
         """Compiles every program a step can need, with a progress bar, and runs each kind of step once."""

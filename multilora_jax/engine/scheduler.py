@@ -39,7 +39,7 @@ from multilora_jax.engine.policies.gate import Gate, Rate
 from multilora_jax.engine.policies.pacer import StepPacer
 from multilora_jax.engine.prompt_lookup import add_proposals
 from multilora_jax.engine.scheduler_books import SchedulerBooks
-from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
+from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig, max_blocks
 from multilora_jax.engine.waiting import WaitingQueue
 from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
@@ -92,9 +92,10 @@ class Scheduler(SchedulerBooks):
         rate = config.adapter_requests_per_s
         limit = None if rate is None else Rate(rate, config.adapter_request_burst)
         self._gate = Gate(config.max_queued_requests, limit)
-        target, sizes = config.target_step_s, config.prompt_sizes or (config.max_num_batched_tokens,)
+        target = config.target_step_s
+        self._prompt_sizes = config.prompt_sizes or (config.max_num_batched_tokens,)
         self.refused = self._gate.refused
-        self._pacer = None if target is None else StepPacer(sizes, target)
+        self._pacer = None if target is None else StepPacer(self._prompt_sizes, target)
         self._next_order = 0
         self.was_idle = True
         self.use_policy(policy or Policy())
@@ -151,7 +152,12 @@ class Scheduler(SchedulerBooks):
     def saw_step(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long, from its planning or from the end of the one before to its own."""
         if self._pacer is not None and step.prefills:
-            self._pacer.saw(step.num_prompt_tokens, seconds)
+            block, tokens = self.config.prefill_block, step.num_prompt_tokens
+            blocks, sizes = step.num_blocks(block), self._prompt_sizes
+            size = next((n for n in sizes if n >= tokens and max_blocks(n, block) >= blocks), sizes[-1])
+            self._pacer.saw(size, seconds)
+        elif self._pacer is not None:
+            self._pacer.saw_decodes(step.num_decode_rows, seconds)
 
     def could_run(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could start now, beside the running ones, if its adapters were there."""

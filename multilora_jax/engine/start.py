@@ -110,6 +110,7 @@ def load_model(config: EngineConfig, *, progress: bool, replica: int = -1) -> Lo
         max_prompt_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_rank_rows=config.max_rank_rows if config.enable_lora else 0,
+        paced=config.target_step_ms is not None,
     )
     runner.join(hosts)
     prompt_sizes = tuple(shape.num_prompt_tokens for shape in runner.shapes if shape.num_prompt_tokens)

@@ -9,6 +9,15 @@ from multilora_jax.config import EngineConfig
 from multilora_jax.errors import ConfigError
 from multilora_jax.request import Sequence
 
+LEAST_PROMPT_TOKENS = 64
+"""Prompt tokens of the smaller of the two sizes of steps with prompts: a short prompt must not pay for a full step."""
+
+LEAST_PACED_TOKENS = 16
+"""The smallest size where a target keeps steps short: what a step of many decodes takes anyway, and half again."""
+
+_MANY_SIZES = 6
+"""From so many sizes on, those of paced steps are four times each other, not twice: each is several programs."""
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -86,6 +95,25 @@ def max_blocks(num_prompt_tokens: int, block: int) -> int:
     return -(-2 * num_prompt_tokens // block)
 
 
+def prompt_sizes(max_prompt_tokens: int, block: int, *, paced: bool = False) -> tuple[int, ...]:
+    """Prompt tokens of the steps with prompts that are compiled, ascending: a few, and all.
+
+    Args:
+        max_prompt_tokens: of the largest.
+        block: tokens of a prefill block.
+        paced: a target keeps steps short. How long a size takes is not known before it runs, so that sizes from very
+            small to all must be at hand: LEAST_PACED_TOKENS by doubling, or by four times where those were many.
+    """
+    if not paced:
+        return tuple(sorted({min(max(block, LEAST_PROMPT_TOKENS), max_prompt_tokens), max_prompt_tokens}))
+    sizes = list[int]()
+    for factor in (2, 4):
+        sizes = [n for n in (LEAST_PACED_TOKENS * factor**i for i in range(32)) if n < max_prompt_tokens]
+        if len(sizes) < _MANY_SIZES:
+            break
+    return (*sizes, max_prompt_tokens)
+
+
 @dataclass
 class PrefillBudget:
     """What is left of a step for prompts.
@@ -148,6 +176,10 @@ class ScheduledStep:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prefills."""
         return sum(n for _, n in self.prefills)
+
+    def num_blocks(self, block: int) -> int:
+        """Prefill blocks of so many tokens that they take."""
+        return sum(-(-n // block) for _, n in self.prefills)
 
     @property
     def num_decode_rows(self) -> int:

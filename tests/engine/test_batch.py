@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_jax.engine.batch import BatchShape, batch_shapes, build_batch, empty_batch, pick_shape, table_width
-from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.engine.step_plan import ScheduledStep, prompt_sizes
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig, RopeConfig
 from multilora_jax.models.layers import LlamaSpec
@@ -70,6 +70,11 @@ def test_shapes():
     assert batch_shapes(1, 32, 32) == [*decodes(2), BatchShape(32, 2, 2)]
     assert batch_shapes(16, 256, 32) == [*decodes(2, 8, 16), BatchShape(64, 4, 16), BatchShape(256, 16, 16)]
     assert batch_shapes(40, 100, 128) == [*decodes(2, 8, 32, 40), BatchShape(100, 2, 40)]
+    mixed = [BatchShape(16, 1, 8), BatchShape(32, 2, 8), BatchShape(64, 4, 8), BatchShape(100, 7, 8)]
+    assert batch_shapes(8, 100, 32, paced=True) == [*decodes(2, 8), *mixed]
+    assert prompt_sizes(512, 32, paced=True) == (16, 32, 64, 128, 256, 512)
+    assert prompt_sizes(8192, 32, paced=True) == (16, 64, 256, 1024, 4096, 8192)
+    assert prompt_sizes(8, 4, paced=True) == (8,)
     assert batch_shapes(8, 300, 128) == [*decodes(2, 8), BatchShape(128, 2, 8), BatchShape(300, 5, 8)]
     assert BatchShape(96, 3, 5).num_tokens == 101
     assert BatchShape(96, 3, 5).num_rows == 8

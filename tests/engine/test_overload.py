@@ -77,5 +77,20 @@ def test_a_full_queue_refuses_and_changes_nothing():
 def test_a_paced_engine_uses_the_compiled_sizes():
     engine = tiny_engine(target_step_ms=1.0, narrow=False, max_num_batched_tokens=128)
     sizes = [shape.num_prompt_tokens for shape in engine.runner.shapes if shape.num_prompt_tokens]
-    assert list(engine.scheduler.config.prompt_sizes) == sizes == [64, 128]
+    assert list(engine.scheduler.config.prompt_sizes) == sizes == [16, 32, 64, 128]
     assert engine.scheduler.config.target_step_s == 0.001
+    assert [shape.num_prompt_tokens for shape in engine.runner.extended_shapes if shape.num_blocks] == sizes
+    engine.warm_up()
+    seen = []
+    saw = engine.scheduler.saw_step
+    engine.scheduler.saw_step = lambda step, seconds: (seen.append(step.num_prompt_tokens), saw(step, 1.0))
+    engine.add_request("decodes", [5] * 4, greedy(40))
+    while not engine.scheduler.was_idle or not engine.scheduler.num_running:
+        engine.step()
+    engine.step()
+    engine.add_request("prompt", [5] * 100, greedy(2))
+    drain(engine)
+    assert seen[0] == 4
+    assert max(seen[1:]) == 16
+    assert sum(seen) == 104
+    assert engine.stats().compilations == 0

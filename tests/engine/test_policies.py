@@ -312,19 +312,35 @@ class TestGate:
 class TestPacer:
     def test_the_largest_size_that_keeps_the_target(self):
         pacer = StepPacer((64, 128, 256), 0.05)
-        assert pacer.size() == 256  # nothing is known yet
         for size, seconds in ((256, 0.09), (128, 0.04), (64, 0.02)):
             pacer.saw(size, seconds)
         assert pacer.size() == 128
         for _ in range(20):
-            pacer.saw(100, 0.07)
+            pacer.saw(128, 0.07)
         assert pacer.size() == 64
         for _ in range(20):
-            pacer.saw(3, 0.2)
+            pacer.saw(64, 0.2)
         assert pacer.size() == 64  # the smallest, whatever it takes
+
+    def test_a_size_is_tried_when_those_below_leave_room_for_it(self):
+        """With steps of 10 ms and 1 ms a token, from below: a first step of a size is no longer than the target."""
+        pacer, tried = StepPacer((16, 32, 64, 128, 256), 0.08), []
+        for _ in range(10):
+            tried.append(pacer.size())
+            pacer.saw(tried[-1], 0.01 + 0.001 * tried[-1])
+            pacer.saw_decodes(4, 0.01)
+        assert tried == [16, *[64] * 9]
+
+    def test_without_steps_of_decodes_every_token_counts_in_full(self):
+        pacer = StepPacer((16, 32), 0.08)
+        pacer.saw(16, 0.05)
+        assert pacer.size() == 16
+        pacer.saw_decodes(4, 0.03)
+        assert pacer.size() == 32
 
     def test_a_compilation_is_forgotten_fast(self):
         pacer = StepPacer((64, 256), 0.05)
+        pacer.saw(64, 0.01)
         pacer.saw(256, 10.0)
         assert pacer.size() == 64
         for _ in range(8):
@@ -339,3 +355,24 @@ class TestPacer:
             pacer.saw(64, 0.02)
             sizes.append(pacer.size())
         assert 300 < sizes.index(256) < 600
+
+    def test_a_target_below_the_decodes_themselves_is_said_once(self, caplog):
+        pacer = StepPacer((16, 256), 0.05)
+        for _ in range(100):
+            pacer.saw_decodes(7, 0.045)
+        assert not caplog.records
+        for _ in range(100):
+            pacer.saw_decodes(16, 0.0612)
+        [record] = caplog.records
+        assert "up to 16 sequences take 61 ms" in record.message
+        assert "target_step_ms 50" in record.message
+        assert "cut to 16 tokens" in record.message
+        assert "max_num_seqs to 8, whose steps take 45 ms" in record.message
+
+    def test_a_few_slow_steps_are_no_news(self, caplog):
+        pacer = StepPacer((16, 256), 0.05)
+        for _ in range(10):
+            pacer.saw_decodes(4, 0.2)
+        for _ in range(100):
+            pacer.saw_decodes(4, 0.02)
+        assert not caplog.records
