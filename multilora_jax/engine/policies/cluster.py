@@ -74,8 +74,15 @@ class Cluster(Policy):
         self._lines.setdefault(entry.seq.priority, _Line()).waiting[entry] = None
 
     def admitted(self, entry: Entry, load: Load) -> None:
-        self._lines[entry.seq.priority].remove(entry, started=True, now=load.now)
+        self._remove(entry, started=True, now=load.now)
 
     def left(self, entry: Entry, load: Load) -> None:
-        line = self._lines[entry.seq.priority]
-        line.remove(entry, started=False, now=load.now)
+        self._remove(entry, started=False, now=load.now)
+
+    def _remove(self, entry: Entry, *, started: bool, now: float) -> None:
+        """From its line, which goes with the last of it: a client may think up any number of priorities."""
+        line = self._lines.get(entry.seq.priority)
+        if line is not None:
+            line.remove(entry, started=started, now=now)
+            if not line.waiting:
+                del self._lines[entry.seq.priority]

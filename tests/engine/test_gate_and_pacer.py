@@ -1,0 +1,118 @@
+"""The gate to the queue and the pacer of steps, each by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from multilora_jax.engine.policies.gate import Gate, Rate, retry_after
+from multilora_jax.engine.policies.pacer import StepPacer
+from multilora_jax.errors import RateLimitError
+
+
+class TestGate:
+    def test_the_bound_counts_those_for_whom_there_is_no_seat(self):
+        gate = Gate(2, None)
+        gate.enter([], 2, 1, 0.0)
+        with pytest.raises(RateLimitError, match="3 requests wait and 2 may") as info:
+            gate.enter([], 3, 1, 0.0)
+        assert (info.value.status, info.value.reason, info.value.retry_after_s) == (429, "queue_full", 1)
+
+    def test_retry_after_is_the_time_that_the_queue_takes_to_drain(self):
+        gate = Gate(10, None)
+        for i in range(200):
+            gate.started(0.5 * i)
+        with pytest.raises(RateLimitError) as info:
+            gate.enter([], 10, 0, 99.5)
+        assert info.value.retry_after_s == pytest.approx(5, abs=1)
+        assert (retry_after(0.0), retry_after(7.2), retry_after(1e9)) == (1, 8, 60)
+
+    def test_rates_are_counted_by_adapter(self):
+        gate = Gate(None, Rate(2.0, burst=3))
+        for _ in range(3):
+            gate.enter(["a"], 0, 0, 10.0)
+        with pytest.raises(RateLimitError, match=r"'a' gets more .* again in 0.50 s"):
+            gate.enter(["b", "a"], 0, 0, 10.0)
+        for _ in range(3):  # that one took nothing from b
+            gate.enter(["b"], 0, 0, 10.0)
+        gate.enter([], 0, 0, 10.0)
+        with pytest.raises(RateLimitError):
+            gate.enter(["a"], 0, 0, 10.49)
+        gate.enter(["a"], 0, 0, 10.5)
+        for _ in range(3):
+            gate.enter(["a"], 0, 0, 100.0)
+        assert gate.refused == {"adapter_rate": 2}
+
+    def test_full_buckets_are_not_kept(self):
+        rate = Rate(1.0, burst=1)
+        for i in range(5000):
+            rate.take(str(i), float(i))
+        assert len(rate._full_at) < 2100
+
+
+class TestPacer:
+    def test_the_largest_size_that_keeps_the_target(self):
+        pacer = StepPacer((64, 128, 256), 0.05)
+        for size, seconds in ((256, 0.09), (128, 0.04), (64, 0.02)):
+            pacer.saw(size, seconds)
+        assert pacer.size() == 128
+        for _ in range(20):
+            pacer.saw(128, 0.07)
+        assert pacer.size() == 64
+        for _ in range(20):
+            pacer.saw(64, 0.2)
+        assert pacer.size() == 64  # the smallest, whatever it takes
+
+    def test_a_size_is_tried_when_those_below_leave_room_for_it(self):
+        """With steps of 10 ms and 1 ms a token, from below: a first step of a size is no longer than the target."""
+        pacer, tried = StepPacer((16, 32, 64, 128, 256), 0.08), []
+        for _ in range(10):
+            tried.append(pacer.size())
+            pacer.saw(tried[-1], 0.01 + 0.001 * tried[-1])
+            pacer.saw_decodes(4, 0.01)
+        assert tried == [16, *[64] * 9]
+
+    def test_without_steps_of_decodes_every_token_counts_in_full(self):
+        pacer = StepPacer((16, 32), 0.08)
+        pacer.saw(16, 0.05)
+        assert pacer.size() == 16
+        pacer.saw_decodes(4, 0.03)
+        assert pacer.size() == 32
+
+    def test_a_compilation_is_forgotten_fast(self):
+        pacer = StepPacer((64, 256), 0.05)
+        pacer.saw(64, 0.01)
+        pacer.saw(256, 10.0)
+        assert pacer.size() == 64
+        for _ in range(8):
+            pacer.saw(256, 0.04)
+        assert pacer.size() == 256
+
+    def test_an_old_estimate_is_not_trusted_for_ever(self):
+        pacer = StepPacer((64, 256), 0.05)
+        pacer.saw(256, 0.06)
+        sizes = []
+        for _ in range(1000):
+            pacer.saw(64, 0.02)
+            sizes.append(pacer.size())
+        assert 300 < sizes.index(256) < 600
+
+    def test_a_target_below_the_decodes_themselves_is_said_once(self, caplog):
+        pacer = StepPacer((16, 256), 0.05)
+        for _ in range(100):
+            pacer.saw_decodes(7, 0.045)
+        assert not caplog.records
+        for _ in range(100):
+            pacer.saw_decodes(16, 0.0612)
+        [record] = caplog.records
+        assert "up to 16 sequences take 61 ms" in record.message
+        assert "target_step_ms 50" in record.message
+        assert "cut to 16 tokens" in record.message
+        assert "max_num_seqs to 8, whose steps take 45 ms" in record.message
+
+    def test_a_few_slow_steps_are_no_news(self, caplog):
+        pacer = StepPacer((16, 256), 0.05)
+        for _ in range(3):
+            pacer.saw_decodes(4, 0.2)
+        for _ in range(100):
+            pacer.saw_decodes(4, 0.02)
+        assert not caplog.records
