@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import Any
 
 import pytest
 
 from multilora_jax.server.chat_protocol import ChatBody
 from multilora_jax.server.protocol import CompletionBody
+from tests.server.harness import step_with_readers
 
 pytestmark = pytest.mark.anyio
 
@@ -133,21 +132,6 @@ def server(make_server):
     return made
 
 
-def step_with_readers(engine, monkeypatch):
-    """Steps wait until the event loop has handed on what the one before computed: a reader that is late gets the newest
-    state of its answer, in fewer pieces."""
-    loop, step = asyncio.get_running_loop(), engine.step
-
-    def step_after_readers():
-        for _ in range(8):  # from the engine's thread to the stream's task and its client's
-            turn = threading.Event()
-            loop.call_soon_threadsafe(turn.set)
-            assert turn.wait(60)
-        return step()
-
-    monkeypatch.setattr(engine, "step", step_after_readers)
-
-
 @pytest.mark.parametrize(("kind", "body"), [("completion", CompletionBody), ("chat", ChatBody)])
 def test_the_table_has_every_field(kind, body):
     assert set(SHARED) | set(OWN[kind]) == set(body.model_fields)
@@ -156,11 +140,11 @@ def test_the_table_has_every_field(kind, body):
 @pytest.mark.parametrize(
     ("kind", "field"), [(kind, field) for kind in PATHS for field in [*SHARED, *OWN[kind]]]
 )  # fmt: skip
-async def test_every_field_takes_effect(server, monkeypatch, kind, field):
+async def test_every_field_takes_effect(server, kind, field):
     case = {**SHARED, **OWN[kind]}[field]
     body = {**REQUIRED[kind], "max_tokens": 8, **case.others, field: case.value}
     if body.get("stream"):
-        step_with_readers(server.engine, monkeypatch)
+        step_with_readers(server.engine)
         answer: Any = await server.events(PATHS[kind], body)
     else:
         response = await server.post(PATHS[kind], body)

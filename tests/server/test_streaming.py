@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from multilora_jax.errors import UserError
-from tests.server.harness import joined, parse_events, wait_for
+from tests.server.harness import joined, parse_events, step_with_readers, wait_for
 
 pytestmark = pytest.mark.anyio
 
@@ -122,6 +122,7 @@ async def test_a_grammar_that_breaks_in_the_middle_is_called_by_the_field_that_w
         return output
 
     monkeypatch.setattr(server.engine, "_advance", break_off)
+    step_with_readers(server.engine)
     prompt = {"prompt": "hi"} if path == PATH else {"messages": [{"role": "user", "content": "hi"}]}
     schema = {"type": "object"}
     asked = {
