@@ -80,6 +80,8 @@ def test_a_paced_engine_uses_the_compiled_sizes():
     assert list(engine.scheduler.config.prompt_sizes) == sizes == [16, 32, 64, 128]
     assert engine.scheduler.config.target_step_s == 0.001
     assert [shape.num_prompt_tokens for shape in engine.runner.extended_shapes if shape.num_blocks] == sizes
+    # The same without adapters: fewer programs.
+    engine = tiny_engine(target_step_ms=1.0, narrow=False, max_num_batched_tokens=128, enable_lora=False)
     engine.warm_up()
     seen = []
     saw = engine.scheduler.saw_step

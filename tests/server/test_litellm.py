@@ -1,4 +1,4 @@
-"""LiteLLM as the client where it is installed (`pip install -e ".[litellm]"`), over a real engine and a real socket."""
+"""LiteLLM as the client, where it is installed (`pip install -e ".[litellm]"`): a real engine, a real socket."""
 
 from __future__ import annotations
 
