@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from multilora_jax.async_engine import AsyncEngine, Observer, Prompt
@@ -196,7 +196,7 @@ class ReplicatedEngine:
     def _emptiest(self) -> int:
         return min(range(len(self.replicas)), key=lambda n: self.replicas[n].num_live_requests)
 
-    async def _undoing(self, name: str, calls: list[Callable[[], Awaitable[T]]]) -> list[T]:
+    async def _undoing(self, name: str, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         """Makes the same change on every replica; where one refuses, those that did not know the name forget it."""
         known = {adapter.name for adapter in self.list_loras()}
         results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)

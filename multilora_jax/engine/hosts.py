@@ -301,7 +301,7 @@ class Hosts:
         part = self._part(array, 0) if self.rank == 0 else array
         width, first = part.shape[1], self.rank * part.shape[1]
 
-        def slices(index: tuple[slice, ...]) -> np.ndarray:
+        def slices(index: Any) -> np.ndarray:
             return part[:, index[1].start - first : index[1].stop - first]
 
         return jax.make_array_from_callback((len(part), width * self.num_hosts), sharding, slices)

@@ -89,7 +89,6 @@ class ModelRunner:
             (self.params["layers"][first : first + group], slice(first, first + group), self._put(np.int32(first)))
             for first in range(0, self.spec.config.num_layers, group)
         ]
-
         firsts = [first for _, _, first in self._groups]
         self.rows: RowBuffers | InPlaceRows
         if self.spec.in_place:

@@ -270,7 +270,7 @@ class Programs:
 
     def _read_page(self) -> Any:
         # Of several hosts the one that reads has only its own devices' part.
-        options = {} if self.hosts is None else {"out_shardings": NamedSharding(self.mesh, P())}
+        options: dict[str, Any] = {} if self.hosts is None else {"out_shardings": NamedSharding(self.mesh, P())}
         return jax.jit(read_page, **options).lower(self._pool, self.abstract(np.int32(0)))
 
     def _logprobs(self, extended: bool) -> Any:

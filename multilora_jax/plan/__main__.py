@@ -79,9 +79,8 @@ def plan_of(config: EngineConfig, model: ModelConfig, f: Any) -> tuple[Plan, Siz
     in_place = bool(most) and lora_backend(f.device, config.kernel_backend, one, dtype) != "xla"
     buckets = row_buckets(most, fine=f.device == "cpu" and not in_place) if most else []
     length = devices.max_model_len(config, model)
-    sizes = Sizes(
-        config.max_num_seqs, config.max_num_batched_tokens, length, *(*buckets[::-1], 0, 0)[:2], config.prefill_block
-    )
+    rows, next_rows = (*buckets[::-1], 0, 0)[:2]
+    sizes = Sizes(config.max_num_seqs, config.max_num_batched_tokens, length, rows, next_rows, config.prefill_block)
     memory_gb = f.memory_gb or MEMORY_GB[f.device]
     num_pages = config.pool_pages
     if config.pool_memory_gib is not None:

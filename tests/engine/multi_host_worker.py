@@ -32,7 +32,7 @@ def leader(config: EngineConfig, golden: Path) -> dict[str, Any]:
     packed = engine.adapters.host.get(engine.list_loras()[0])
     facts = {
         "tokens": tokens_of(outputs),
-        "pages_whole": bool(np.array_equal(read, packed)),
+        "pages_whole": packed is not None and bool(np.array_equal(read, packed)),
         "pool_shards_here": sorted(shard.data.shape for shard in engine.runner.pool.addressable_shards),
         "live_numbers": len(hosts._numbers),
         "dropped": hosts._next - len(hosts._numbers),

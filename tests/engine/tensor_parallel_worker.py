@@ -143,7 +143,9 @@ def split_sampling(tp: int) -> dict[str, Any]:
     logits_SV = (rng.standard_normal((S, V)) * 3).astype(np.float32)
     logits_SV[:4] = np.round(logits_SV[:4])  # ties
     i32, f32 = np.int32, np.float32
-    batch = SamplingBatch(
+    sampling_batch: Any = SamplingBatch  # fields of numpy
+    sampling_edits: Any = SamplingEdits
+    batch = sampling_batch(
         np.zeros(S, i32), np.arange(S, dtype=i32), rng.integers(20, V + 20, S).astype(i32),
         np.where(np.arange(S) % 4 == 0, 0, rng.uniform(0.3, 2, S)).astype(f32),
         np.where(np.arange(S) % 3 == 0, 1, rng.uniform(0.1, 1, S)).astype(f32),
@@ -151,7 +153,7 @@ def split_sampling(tp: int) -> dict[str, Any]:
         rng.integers(0, 2**32, (S, 2), np.uint32), np.full(S, 3, i32),
     )  # fmt: skip
     edits = dataclasses.replace(
-        SamplingEdits(*(np.zeros(ENTRY_CHUNK, t) for t in (i32, i32, f32, f32, f32)), np.int32(9),
+        sampling_edits(*(np.zeros(ENTRY_CHUNK, t) for t in (i32, i32, f32, f32, f32)), np.int32(9),
                       np.arange(S) % 7 == 0, rng.integers(0, 2**32, (S, V // 32), np.uint32)),
         row_E=np.resize(np.arange(S, dtype=i32), ENTRY_CHUNK),
         token_E=rng.integers(0, V, ENTRY_CHUNK).astype(i32),
@@ -160,8 +162,8 @@ def split_sampling(tp: int) -> dict[str, Any]:
 
     def run(logits_SV: Any, axis_name: str | None = None) -> Any:
         edited = edit_logits(logits_SV, edits, axis_name)
-        tokens = [sample(x, batch, axis_name=axis_name, columns=c) for x in (logits_SV, edited) for c in (0, 1)]
-        always = np.bool_(True)
+        tokens = [sample(x, batch, axis_name=axis_name, columns=c) for x in (logits_SV, edited) for c in (False, True)]
+        always: Any = np.bool_(True)
         return tokens, token_logprobs(logits_SV, tokens[0], batch.vocab_S, always, axis_name=axis_name)
 
     mesh = Mesh(np.asarray(jax.devices()[:tp]), ("model",))
@@ -176,7 +178,7 @@ def split_sampling(tp: int) -> dict[str, Any]:
         "distinct": len({tuple(np.asarray(tokens)) for tokens in whole[0]}),
         "same_ranks": bool(np.array_equal(own[1], other[1]) and np.array_equal(own[2], other[2])),
         "error": max(float(np.abs(np.asarray(own[n]) - np.asarray(other[n])).max()) for n in (0, 3)),
-        "largest_collective": max(found.elements for found in read_collectives(compiled.as_text())),
+        "largest_collective": max(found.elements for found in read_collectives(str(compiled.as_text()))),
         "rows_by_vocabulary": S * V,
     }
 

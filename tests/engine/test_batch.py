@@ -165,7 +165,8 @@ def test_prompts_are_cut_by_the_rank_rows_of_their_adapters():
     assert pieces.end_N[:4].tolist() == [9, 27, 27, 36]
     assert pieces.block_NG[:4].tolist() == [[17, 0], [23, 1], [7, 0], [0, 9]]
     assert pieces.factor_NG[:4].tolist() == [[1, 0], [1, 1], [1, 0], [0.5, 0.5]]
-    assert build([decode], [(base, 9)], index=slots, rows=rows).batch.pieces.num_pieces == 0
+    pieces = build([decode], [(base, 9)], index=slots, rows=rows).batch.pieces
+    assert pieces.num_pieces == 0
     assert build([decode], [], index=slots, rows=rows).batch.pieces is None
     assert build([decode], [(first, 9)], index={a: 0, b: 6}, rows=rows).batch.pieces is None  # 56 rows
 

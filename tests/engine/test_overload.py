@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -83,9 +84,10 @@ def test_a_paced_engine_uses_the_compiled_sizes():
     # The same without adapters: fewer programs.
     engine = tiny_engine(target_step_ms=1.0, narrow=False, max_num_batched_tokens=128, enable_lora=False)
     engine.warm_up()
-    seen = []
-    saw = engine.scheduler.saw_step
-    engine.scheduler.saw_step = lambda step, seconds: (seen.append(step.num_prompt_tokens), saw(step, 1.0))
+    seen: list[int] = []
+    scheduler: Any = engine.scheduler
+    saw = scheduler.saw_step
+    scheduler.saw_step = lambda step, seconds: (seen.append(step.num_prompt_tokens), saw(step, 1.0))
     engine.add_request("decodes", [5] * 4, greedy(40))
     while not engine.scheduler.was_idle or not engine.scheduler.num_running:
         engine.step()

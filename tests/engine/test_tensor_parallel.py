@@ -42,7 +42,7 @@ def run_worker(golden: Path, folder: Path, part: str, timeout_s: float) -> dict:
     return result
 
 
-def check_golden(facts, where=""):
+def check_golden(facts, where: object = ""):
     """Equal to one device and to the reference, the pool split and every page's slice where it belongs."""
     assert facts["same_tokens"], where
     assert facts["difference"] < 2e-4, where
