@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from multilora_jax.adapters.show import columns
+from multilora_jax.adapters.show import columns, printable
 from multilora_jax.errors import UnavailableError, UserError
 
 # The flags count as those of the program that asks for them, so that its --help lists them.
@@ -96,7 +96,8 @@ def show_rows(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         rank, digest = row["rank"], row["digest"]
         known = ("-" if rank is None else str(rank), "-" if digest is None else digest[:12])
-        lines.append((row["name"], row["state"], *known, "yes" if row["pinned"] else "no", row["path"]))
+        pinned = "yes" if row["pinned"] else "no"
+        lines.append((printable(row["name"]), row["state"], *known, pinned, printable(row["path"])))
     return columns(lines)
 
 

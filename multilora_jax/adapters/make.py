@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import ml_dtypes
 from absl import flags as absl_flags
 from tqdm import tqdm
 
 from multilora_jax.adapters.host_base import read_model_config
 from multilora_jax.errors import UserError
+from multilora_jax.lora.layout import COMPUTE_DTYPES
 from multilora_jax.lora.synthetic import random_adapter_weights, save_peft
 from multilora_jax.memory.geometry import MODULES
 from multilora_jax.models.config import ModelConfig
@@ -28,6 +30,8 @@ in turn. The same seed gives the same adapters."""
 TARGETS = {"qkvo": MODULES[:4], "qv": (MODULES[0], MODULES[2]), "all": MODULES}
 """What --targets takes, and the projections that it stands for."""
 FILE_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_DEVIATIONS = 16
+"""No normal random number that is ever drawn is farther out."""
 
 
 def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
@@ -69,7 +73,8 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
         delta_std=f.delta_std, dtype=f.dtype,
     )  # fmt: skip
     size = sum(file.stat().st_size for path in paths for file in Path(path).iterdir())
-    print(f"{len(paths)} adapters of rank {', '.join(map(str, ranks))} in {out} ({size / 2**20:.1f} MiB)")
+    made = f"{len(paths)} adapter{'s' * (len(paths) > 1)} of rank {', '.join(map(str, ranks))}"
+    print(f"{made} in {out} ({size / 2**20:.1f} MiB)")
     return 0
 
 
@@ -102,9 +107,15 @@ def make_adapters(
         their folders, in order.
 
     Raises:
-        UserError: one of the folders exists (`already_exists`), or none can be made there (`bad_value`); nothing was
-            written.
+        UserError: one of the folders exists (`already_exists`), none can be made there, or `dtype` cannot hold such
+            weights (`bad_value`); nothing was written.
     """
+    largest = float(ml_dtypes.finfo(COMPUTE_DTYPES[dtype]).max)
+    if not delta_std <= largest / _MAX_DEVIATIONS:  # so written, it is true of NaN too
+        raise UserError(
+            f"delta_std: weights of deviation {delta_std:g} are beyond {dtype}, whose largest number is {largest:g}",
+            reason="bad_value", param="delta_std",
+        )  # fmt: skip
     width = max(4, len(str(num - 1)))
     paths = [os.path.join(out, f"{prefix}-{number:0{width}d}") for number in range(num)]
     existing = next((path for path in paths if os.path.lexists(path)), None)

@@ -9,6 +9,11 @@ from typing import Any
 LABEL_WIDTH = 11
 
 
+def printable(text: str) -> str:
+    """A stranger's text in one line, what moves a terminal's cursor or is no character at all as an escape."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def columns(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells, aligned left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -81,11 +86,12 @@ def adapter_block(report: Mapping[str, Any], num_layers: int) -> str:
     def line(label: str, text: str) -> str:
         return f"  {label:{LABEL_WIDTH}}{text}"
 
+    path = printable(report["path"])
     if report["reason"] is not None:
-        return f"{report['path']}\n" + line("refused", f"{report['reason']}: {report['message']}")
+        return f"{path}\n" + line("refused", printable(f"{report['reason']}: {report['message']}"))
     lines = [
-        report["path"],
-        line("base", " ".join((report["base_model"] or "-").split())[:200]),
+        path,
+        line("base", printable(" ".join((report["base_model"] or "-").split())[:200])),
         line("modules", modules_line(report["modules"], num_layers)),
         line("rank", range_line(report["ranks"])),
         line("scaling", range_line(report["scaling"])),
@@ -93,7 +99,7 @@ def adapter_block(report: Mapping[str, Any], num_layers: int) -> str:
         line("memory", _memory(report)),
         line("digest", report["digest"]),
     ]
-    lines += [line("warning", warning) for warning in report["warnings"]]
+    lines += [line("warning", printable(warning)) for warning in report["warnings"]]
     return "\n".join(lines)
 
 

@@ -21,9 +21,10 @@ from multilora_jax.engine.step_plan import SchedulerConfig
 from multilora_jax.errors import UserError
 from multilora_jax.lora.adapter import Adapter, AdapterVersion
 from multilora_jax.lora.adapter_files import CONFIG_FILE
-from multilora_jax.lora.builder import SharedTokenizers, own_template, tokenizer_warnings
+from multilora_jax.lora.builder import SharedTokenizers, delta_warnings, own_template, tokenizer_warnings
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.lora.deltas import AdapterDeltas, to_deltas
+from multilora_jax.lora.folders import check_size
 from multilora_jax.lora.packing import pack
 from multilora_jax.lora.tensor_names import EMBED, HEAD
 from multilora_jax.lora.weights import AdapterWeights, load_adapter
@@ -92,7 +93,7 @@ class Checker:
     """Checks adapters for one base and one configuration.
 
     Args:
-        config: limits on ranks, rows, pages and added tokens.
+        config: limits on sizes of files, ranks, rows, pages and added tokens.
         base: what the adapters must fit.
     """
 
@@ -115,6 +116,7 @@ class Checker:
 
     def _read(self, path: str) -> dict[str, Any]:
         base, config = self._base, self._config
+        check_size(path, int(config.max_adapter_mib * 2**20))
         weights = load_adapter(
             path, base.model_config, max_lora_rank=config.max_lora_rank, max_extra_vocab=config.max_extra_vocab,
             base_name=base.name,
@@ -129,7 +131,7 @@ class Checker:
         template = own_template(weights.chat_template, base_template)
         version = AdapterVersion(weights.digest, packed.layout, weights.config.base_model_name_or_path)
         self._check_limits(Adapter(os.path.basename(path), 1, path, path, version=version))
-        warnings = [*weights.warnings]
+        warnings = [*weights.warnings, *delta_warnings(deltas)]
         if tokenizer is not None:
             warnings.append("its tokenizer differs from the base's: text of its requests goes through its own")
         warnings += tokenizer_warnings(tokenizer, weights.vocab_size)

@@ -55,11 +55,14 @@ class ArraySource:
         tensors: by PEFT's name, in its order.
 
     Raises:
-        AdapterError: `unsupported_dtype`, or `ambiguous_tensors` where two leaves have one name, or where a name leaves
-            the layout open.
+        AdapterError: `bad_arrays` (no tree, or an array that cannot be read), `unsupported_dtype`, or
+            `ambiguous_tensors` where two leaves have one name, or where a name leaves the layout open.
     """
 
     def __init__(self, tree: Mapping[str, Any]):
+        if not isinstance(tree, Mapping):
+            what = f"params must be a mapping from names to arrays, not {type(tree).__name__}"
+            refuse("bad_arrays", what, param="params")
         tensors: dict[str, NamedArray] = {}
         for path, leaf in _leaves(tree, ()):
             array = _as_numpy(path, leaf)
@@ -175,7 +178,8 @@ def config_of(config: PeftConfig | Mapping[str, Any] | None, source: ArraySource
 
     Args:
         config: as adapter_config.json has it. `peft_type` may be left out; `r` may where all modules have one rank;
-            `lora_alpha` may not, since the weights do not tell it and the scale is proportional to it.
+            `lora_alpha` may not, since the weights do not tell it and the scale is proportional to it. Numbers may be
+            numpy's or JAX's.
 
     Raises:
         AdapterError: `bad_adapter_config`, `unsupported_adapter_feature`.
@@ -200,7 +204,14 @@ def config_of(config: PeftConfig | Mapping[str, Any] | None, source: ArraySource
         for name, tensor in source.tensors.items()
         if re.search(r"\.lora_(?:embedding_)?A\b", name) and tensor.shape
     }
-    raw = {"peft_type": "LORA", **config}
+    raw = {"peft_type": "LORA", **{name: _plain(value) for name, value in config.items()}}
     if raw.get("r") is None and not raw.get("rank_pattern") and len(ranks) == 1:
         raw["r"] = ranks.pop()
     return PeftConfig.from_dict(raw)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of an array library, as training code has them, as Python's."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return np.asarray(value).item() if hasattr(value, "dtype") and getattr(value, "shape", None) == () else value

@@ -13,7 +13,7 @@ from multilora_jax.chat_template import check_template
 from multilora_jax.errors import AdapterError, UserError
 from multilora_jax.lora.adapter import AdapterVersion
 from multilora_jax.lora.adapter_files import read_tokenizer_files
-from multilora_jax.lora.deltas import BaseTensors, to_deltas
+from multilora_jax.lora.deltas import AdapterDeltas, BaseTensors, to_deltas
 from multilora_jax.lora.folders import check_size
 from multilora_jax.lora.packing import pack
 from multilora_jax.lora.weights import AdapterWeights, load_adapter
@@ -104,7 +104,11 @@ class AdapterBuilder:
             base_model=weights.config.base_model_name_or_path,
             tokenizer=tokenizer,
             chat_template=template,
-            warnings=(*weights.warnings, *tokenizer_warnings(tokenizer, weights.vocab_size)),
+            warnings=(
+                *weights.warnings,
+                *delta_warnings(deltas),
+                *tokenizer_warnings(tokenizer, weights.vocab_size),
+            ),
         )
         return version, packed.pages
 
@@ -122,6 +126,13 @@ def own_template(template: str | None, base_template: str | None) -> str | None:
     except UserError as error:
         raise AdapterError(error.message, reason="bad_chat_template", param="lora_path") from error
     return template
+
+
+def delta_warnings(deltas: AdapterDeltas) -> list[str]:
+    """Says so where nothing in an adapter can change a result."""
+    if not deltas.adds_nothing:
+        return []
+    return ["its delta is zero: it changes nothing, as an adapter that was never trained"]
 
 
 def tokenizer_warnings(tokenizer: Tokenizer | None, vocab_size: int) -> list[str]:

@@ -246,7 +246,8 @@ class PeftConfig:
             bias=_bias(raw.get("bias")),
             modules_to_save=_module_names(raw.get("modules_to_save")),
             trainable_token_indices=_token_indices(raw.get("trainable_token_indices")),
-            base_model_name_or_path=base if isinstance(base, str) else None,
+            # Half of a surrogate pair, which JSON can spell, could not be told in an answer.
+            base_model_name_or_path=base.encode("utf-8", "replace").decode() if isinstance(base, str) else None,
             target_modules=_target_modules(raw.get("target_modules")),
             **flags,
         )

@@ -33,6 +33,10 @@ _BLOCK_ELEMENTS = 2**20
 """Rows of a vocabulary are gone through in blocks of about so many elements: memory stays small, numpy stays fast."""
 
 
+_ROUNDING = 1e-5
+"""Gains up to here are what float32 leaves of the norm of a row that was not trained."""
+
+
 class BaseTensors(Protocol):
     """The base's parameters as they are served."""
 
@@ -90,6 +94,22 @@ class AdapterDeltas:
     embed: VocabDelta | None = None
     head: VocabDelta | None = None
     extra_tokens: int = 0
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether nothing changes beyond the rounding of float32, as under an adapter that was never trained."""
+        vocab = [part for part in (self.embed, self.head) if part is not None]
+        pairs = [(self.scale[key], self.a[key], b) for key, b in self.b.items()]
+        pairs += [(part.scale, part.a, part.b) for part in vocab if part.a is not None and part.b is not None]
+        added = [*self.bias.values(), *self.norms.values(), self.final_norm, *(part.rows for part in vocab)]
+        added += [part.bias for part in vocab]
+        gains = [*self.gain.values(), *(part.gain for part in vocab)]
+        return (
+            not self.extra_tokens
+            and not any(scale and a.any() and b.any() for scale, a, b in pairs)
+            and not any(array is not None and array.any() for array in added)
+            and all(gain is None or np.abs(gain).max(initial=0.0) <= _ROUNDING for gain in gains)
+        )
 
 
 @np.errstate(over="ignore", invalid="ignore")  # `pack` finds what is not finite, and names it

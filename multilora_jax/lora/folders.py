@@ -25,12 +25,13 @@ class AllowedFolders:
         """The real folder behind a path; the roots do not bind a trusted one.
 
         Raises:
-            UserError: the path is empty, or none that the file system can hold (`bad_lora_path`).
+            UserError: the path is empty, none that the file system can hold, or no text (`bad_lora_path`).
             PermissionDeniedError: see `check_inside`.
         """
         if not path or "\0" in path or not _encodable(path):
             what = "is not a path the file system can hold" if path else "is empty"
             raise UserError(f"lora_path {what}", reason="bad_lora_path", param="lora_path")
+        _check_text(os.path.abspath(path))
         folder = os.path.realpath(path)
         if not trusted:
             self.check_inside(folder, path)
@@ -65,7 +66,9 @@ def check_folder(folder: str, path: str, name: str = "") -> None:
     Raises:
         NotFoundError: there is no such folder (`adapter_path_not_found`); or neither a config nor weights are in it
             (`adapter_file_not_found`).
+        UserError: the folder's name is no text (`bad_lora_path`).
     """
+    _check_text(folder)
     what = f"adapter {name!r}: folder {path[:500]!r}" if name else f"adapter folder {path[:500]!r}"
     if not os.path.isdir(folder):
         why = f"does not exist: give a local folder that holds {CONFIG_FILE}"
@@ -115,6 +118,16 @@ def check_files(folder: str, path: str, name: str) -> None:
                 "in",
                 reason="adapter_file_not_found", param="lora_path",
             )  # fmt: skip
+
+
+def _check_text(path: str) -> None:
+    """Refuses a path with bytes that are not UTF-8: it could not be told in any answer, nor in a list of models."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"lora_path {path[:500]!r} is not valid UTF-8: rename the folder", reason="bad_lora_path", param="lora_path"
+        ) from None
 
 
 def _encodable(path: str) -> bool:

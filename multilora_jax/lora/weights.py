@@ -144,7 +144,7 @@ def load_adapter(
     digest = _start_digest(config)
     has_tokenizer, chat_template = read_tokenizer_files(path, digest)
     parts = _read(source, binding, config, model_config, digest)
-    warnings = [*_base_warnings(config, base_name), *_target_warnings(config, binding), *_delta_warnings(parts)]
+    warnings = [*_base_warnings(config, base_name), *_target_warnings(config, binding)]
     if not has_tokenizer and os.path.exists(os.path.join(path, "tokenizer.model")):
         warnings.append("its tokenizer.model is not used, since there is no tokenizer.json beside it: the base's is")
     return AdapterWeights(
@@ -182,7 +182,7 @@ def weights_from_arrays(
     parts = _read(source, binding, config, model_config, digest)
     return AdapterWeights(
         path="", digest=digest.hexdigest(), rank=binding.rank, config=config, vocab_size=binding.vocab_size,
-        warnings=(*_target_warnings(config, binding), *_delta_warnings(parts)), **parts,
+        warnings=tuple(_target_warnings(config, binding)), **parts,
     )  # fmt: skip
 
 
@@ -245,19 +245,6 @@ def _vocab(
         return None
     row_ids, new_rows = rows.get(module, (None, None))
     return VocabWeights(a, b, scale, magnitude, lora_bias, row_ids, new_rows)
-
-
-def _delta_warnings(parts: Mapping[str, Any]) -> list[str]:
-    """Says so where nothing in the adapter can change a result."""
-    vocab = [part for part in (parts["embed"], parts["head"]) if part is not None]
-    more = any(parts[name] for name in ("bias", "magnitude", "norms")) or parts["final_norm"] is not None
-    more = more or any(part.magnitude is not None or part.rows is not None for part in vocab)
-    products = [(parts["scale"][key], b) for key, b in parts["b"].items()]
-    products += [(parts["scale"][key], bias) for key, bias in parts["lora_bias"].items()]
-    products += [(part.scale, b) for part in vocab for b in (part.b, part.lora_bias) if b is not None]
-    if more or any(scale and b.any() for scale, b in products):
-        return []
-    return ["its delta is zero: it changes nothing, as an adapter that was never trained"]
 
 
 def _target_warnings(config: PeftConfig, binding: Binding) -> list[str]:

@@ -86,6 +86,9 @@ def test_nothing_is_overwritten(tmp_path):
         (["--model", MODEL, "--num", "1"], "give --out"),
         (["--model", MODEL, "--num", "1", "--out", "x", "--ranks", "8,-1"], "ranks must be integers .* got '-1'"),
         (["--model", MODEL, "--num", "1", "--out", "x", "--ranks="], "ranks must be integers .* got ''"),
+        (["--model", MODEL, "--num", "1", "--out", "x", "--delta_std", "nan"], "delta_std: .* beyond float32"),
+        (["--model", MODEL, "--num", "1", "--out", "x", "--delta_std", "inf"], "delta_std: .* beyond float32"),
+        (["--model", MODEL, "--num", "1", "--out", "x", "--delta_std", "1e4", "--dtype", "float16"], "number is 65504"),
         (["--model", "/no/such", "--num", "1", "--out", "x"], "no such file or folder"),
     ],
 )

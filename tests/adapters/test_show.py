@@ -41,3 +41,7 @@ def test_features():
 
 def test_columns():
     assert show.columns([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
+
+
+def test_printable():
+    assert show.printable("Grüße 日本\n\x1b[2J\ud800\u202e") == r"Grüße 日本\n\x1b[2J\ud800\u202e"

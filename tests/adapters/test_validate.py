@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,7 @@ def test_warnings(tmp_path):
     ("options", "reason"),
     [
         ({"max_lora_rank": 4}, "rank_too_large"),
+        ({"max_adapter_mib": 0.01}, "adapter_too_large"),
         ({"max_lora_rank": 8, "max_rank_rows": 8, "max_adapter_pages": 7}, "adapter_too_large"),
         ({"pool_pages": 8}, "adapter_too_large"),
         ({"pool_memory_gib": 7 * 8192 / 2**30}, "adapter_too_large"),
@@ -155,6 +157,21 @@ def test_command_prints_blocks_and_exits_with_1_where_one_is_refused(tmp_path, c
     out = capsys.readouterr().out
     assert f"{tmp_path / 'none'}\n  refused    adapter_path_not_found: adapter folder" in out
     assert out.endswith("2 adapters: 1 served, 1 refused\n")
+
+
+def test_what_adapters_say_of_themselves_cannot_move_the_cursor(tmp_path, capsys):
+    [path] = tiny_adapters(tmp_path / "set", 1)
+    config_file = Path(path) / "adapter_config.json"
+    evil = {**json.loads(config_file.read_text()), "base_model_name_or_path": "evil\x1b[2J\ud800"}
+    config_file.write_text(json.dumps(evil))
+    os.rename(path, tmp_path / "set" / "\x1b[2J")
+    shutil.copytree(tmp_path / "set" / "\x1b[2J", os.fsdecode(os.fsencode(tmp_path / "set") + b"/\xff"))
+    assert run(str(tmp_path / "set"), "--config", TINY) == 1
+    out = capsys.readouterr().out
+    assert "  base       evil\\x1b[2J?\n" in out
+    assert f"{tmp_path / 'set'}/\\x1b[2J\n" in out
+    assert f"{tmp_path / 'set'}/\\udcff\n  refused    bad_lora_path: " in out
+    assert out.replace("\n", "").isprintable()
 
 
 def test_command_prints_json(tmp_path, capsys):

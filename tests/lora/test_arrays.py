@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -107,6 +108,8 @@ def test_configs(read, peft_tensors):
     by_arrays = read(raw, {"lora_alpha": 2})
     assert by_arrays.config == read(raw, PeftConfig(r=4, lora_alpha=2.0)).config
     assert by_arrays.scale[0, "q_proj"] == 0.5
+    numbers = {"r": np.int64(4), "lora_alpha": jnp.float32(2), "use_rslora": np.bool_(False)}
+    assert read(raw, numbers).config == by_arrays.config
     mixed = peft_tensors(8, ranks={(1, "v_proj"): 4})
     patterned = read(mixed, {"lora_alpha": 8, "rank_pattern": {"1.self_attn.v_proj": 4}})
     assert patterned.scale[1, "v_proj"] == 2.0
@@ -207,6 +210,13 @@ def test_nothing(read):
     with pytest.raises(AdapterError) as caught:
         read({})
     assert caught.value.reason == "empty_adapter"
+
+
+@pytest.mark.parametrize("tree", [None, [1, 2], np.ones((2, 2), np.float32)])
+def test_what_is_no_tree(read, tree):
+    with pytest.raises(AdapterError, match="params must be a mapping from names to arrays") as caught:
+        read(tree)
+    assert (caught.value.reason, caught.value.param) == ("bad_arrays", "params")
 
 
 def test_a_tree_that_holds_itself(read, peft_tensors):

@@ -224,3 +224,8 @@ def test_canonical_json_covers_what_changes_the_result_and_nothing_else():
     assert len({config.canonical_json() for config in [base, *others]}) == 1 + len(others)
     trained = [parse(modules_to_save=names).canonical_json() for names in (["a", "b"], ["b", "a"], ["b", "a", "b"])]
     assert len(set(trained)) == 1
+
+
+def test_half_a_surrogate_pair_in_the_base_s_name_can_be_told():
+    config = PeftConfig.from_json(b'{"peft_type": "LORA", "base_model_name_or_path": "a\\ud800b"}')
+    assert config.base_model_name_or_path == "a?b"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +313,31 @@ def test_more_tokens_than_there_is_room_for_are_refused(tied):
     with pytest.raises(AdapterError, match="max_extra_vocab of at least 100") as caught:
         tied.deltas(empty(vocab_size=356))
     assert caught.value.reason == "vocab_too_large"
+
+
+def test_what_was_never_trained_adds_nothing(bases, tied):
+    """Zero in A or B or the scale; magnitudes, biases, norms and rows of the base's own."""
+    weights = tied.load(TINY / "cases" / "all_linear")
+    assert not tied.deltas(weights).adds_nothing
+    zero_b = {key: b * 0 for key, b in weights.b.items()}
+    untrained = replace(weights, b=zero_b)
+    assert tied.deltas(untrained).adds_nothing
+    assert tied.deltas(replace(weights, a={key: a * 0 for key, a in weights.a.items()})).adds_nothing
+    assert tied.deltas(replace(weights, scale=dict.fromkeys(weights.scale, 0.0))).adds_nothing
+    last = list(weights.b)[-1]
+    assert not tied.deltas(replace(weights, b=zero_b | {last: weights.b[last]})).adds_nothing
+    norms = {key: np.linalg.norm(tied.oracle.tensors[f"{projection_path(*key)}.weight"], axis=1) for key in weights.a}
+    dora = {key: norm.astype(np.float32) for key, norm in norms.items()}
+    assert tied.deltas(replace(untrained, magnitude=dora)).adds_nothing
+    assert not tied.deltas(replace(untrained, magnitude=dora | {last: dora[last] * np.float32(1.01)})).adds_nothing
+    final = tied.oracle.tensors["model.norm.weight"].astype(np.float32)
+    assert tied.deltas(replace(untrained, final_norm=final)).adds_nothing
+    assert not tied.deltas(replace(untrained, final_norm=final + 1)).adds_nothing
+    assert not tied.deltas(replace(untrained, vocab_size=weights.vocab_size + 1)).adds_nothing
+
+
+@pytest.mark.parametrize(("root", "case"), CASES)
+def test_what_was_trained_adds_something(bases, root, case):
+    """PEFT's cases: each has something of every kind that there is."""
+    base = bases[MANIFESTS[root]["cases"][case]["base"]]
+    assert not base.deltas(base.load(root / "cases" / case)).adds_nothing

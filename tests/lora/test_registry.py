@@ -282,6 +282,7 @@ def test_d24_paths_that_lead_out_are_refused(roots, monkeypatch, outcome):
     ("path", "reason"),
     [
         ("", "bad_lora_path"), ("ok\0", "bad_lora_path"), ("\0", "bad_lora_path"), ("ok\ud800", "bad_lora_path"),
+        ("raw\udcff", "bad_lora_path"),
         ("%2e%2e/outside", "adapter_path_not_found"), ("x" * 4000, "adapter_path_not_found"),
         ("a/" * 3000, "adapter_path_not_found"), ("ok/adapter_config.json", "adapter_path_not_found"),
         (".", "adapter_file_not_found"),
@@ -295,6 +296,18 @@ def test_d24_odd_paths_have_defined_answers(roots, monkeypatch, path, reason):
     assert caught.value.reason == reason
     assert len(caught.value.message) < 1000
     caught.value.message.encode()  # can be sent
+
+
+def test_folders_whose_names_no_answer_could_tell(registry, peft_folder, tmp_path, outcome):
+    """Bytes that are not UTF-8 are a fine name on disk; a list of models with it could not be sent to anybody."""
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    shutil.copytree(peft_folder(), odd)
+    (tmp_path / "link").symlink_to(odd)
+    assert outcome(registry.load, LoRARequest("a", 1, str(odd))) == "bad_lora_path"
+    assert outcome(registry.load, LoRARequest("a", 1, str(tmp_path / "link"))) == "bad_lora_path"
+    assert outcome(registry.register, LoRARequest("a", 1, str(tmp_path / "link"))) == "bad_lora_path"
+    assert outcome(registry.examine, str(odd)) == "bad_lora_path"
+    assert registry.list() == []
 
 
 def test_d13_nothing_stays_after_removal(registry, host, peft_folder):

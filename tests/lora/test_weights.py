@@ -315,18 +315,6 @@ def test_targets_that_are_not_in_the_file_get_a_warning(load, peft_folder, targe
     assert weights.digest == load(peft_folder("b")).digest
 
 
-def test_a_zero_delta_gets_a_warning(load, peft_folder, peft_tensors):
-    raw = peft_tensors()
-    zero = {name: array * (0 if "lora_B" in name else 1) for name, array in raw.items()}
-    almost = zero | {name: array for name, array in raw.items() if "layers.1.self_attn.v_proj.lora_B" in name}
-    normed = zero | {"base_model.model.model.norm.weight": np.ones(64, np.float32)}
-    assert [w for w in load(peft_folder("zero", zero)).warnings if "zero" in w]
-    assert [w for w in load(peft_folder("scaled", raw, lora_alpha=0)).warnings if "zero" in w]
-    assert load(peft_folder("almost", almost)).warnings == ()
-    assert load(peft_folder("normed", normed, modules_to_save=["model.norm"])).warnings == ()
-    assert load(peft_folder("full")).warnings == ()
-
-
 def test_digest_is_of_the_content(load, peft_folder, peft_tensors):
     first = load(peft_folder("a"))
     assert len(first.digest) == 64
