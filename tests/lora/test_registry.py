@@ -307,6 +307,8 @@ def test_folders_whose_names_no_answer_could_tell(registry, peft_folder, tmp_pat
     assert outcome(registry.load, LoRARequest("a", 1, str(tmp_path / "link"))) == "bad_lora_path"
     assert outcome(registry.register, LoRARequest("a", 1, str(tmp_path / "link"))) == "bad_lora_path"
     assert outcome(registry.examine, str(odd)) == "bad_lora_path"
+    (odd_link := Path(f"{odd}-link")).symlink_to(peft_folder("good"))
+    assert outcome(registry.load, LoRARequest("a", 1, str(odd_link))) == "bad_lora_path"
     assert registry.list() == []
 
 
