@@ -25,7 +25,7 @@ class FaultyEngine(FakeEngine):
     def __init__(self, fault: str, config: EngineConfig):
         own = {**KEYS, "port": config.port, "adapter_roots": config.adapter_roots}
         super().__init__(max_model_len=10**6, step_seconds=0.01, **own)
-        self.runner = SimpleNamespace(num_compilations=0, programs=SimpleNamespace(announces=False))
+        self.runner = SimpleNamespace(num_compilations=0, programs=SimpleNamespace(announces=False, hosts=None))
         self.fault = fault
         if fault == "load":
             for root in config.adapter_roots:
@@ -49,7 +49,7 @@ class FaultyEngine(FakeEngine):
 
 if __name__ == "__main__":
     fault, port, *roots = sys.argv[1:]
-    engine_of: Any = lambda config, progress: FaultyEngine(fault, config)  # noqa: E731
+    engine_of: Any = lambda config, progress, replica: FaultyEngine(fault, config)  # noqa: E731
     serve.LLMEngine = engine_of  # type: ignore[misc]
     serve.log_to_stderr()
     serve.end_process(serve.serve(EngineConfig(model="fake", port=int(port), adapter_roots=tuple(roots), **KEYS)))

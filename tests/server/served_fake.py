@@ -18,9 +18,9 @@ from tests.server.fake_engine import FakeEngine
 
 def main() -> int:
     engine = FakeEngine(max_model_len=100_000, step_seconds=0.01)
-    engine.runner = SimpleNamespace(programs=SimpleNamespace(announces=False))  # type: ignore[attr-defined]
+    engine.runner = SimpleNamespace(programs=SimpleNamespace(announces=False, hosts=None))  # type: ignore[attr-defined]
     engine.describe = lambda: "fake"  # type: ignore[attr-defined]
-    module.build_engine = lambda config: engine  # type: ignore[assignment]
+    module.build_engine = lambda config, replica: engine  # type: ignore[assignment]
 
     def listen() -> None:
         for line in sys.stdin:
