@@ -102,6 +102,7 @@ def test_weights_of_another_shape_are_refused(golden_tiny):
     check_shape(dataclasses.replace(model, name="b", eos_token_ids=(7,)), {"model_type": "llama", **SIZES}, "b")
 
 
+@pytest.mark.slow
 def test_dummy_weights_in_eight_bits_and_of_other_families():
     shape = {**SIZES, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1}
     engine = make_engine("nowhere", load_format="dummy", model_shape=shape, quantization="int8", max_extra_vocab=0)

@@ -94,6 +94,7 @@ def narrow(monkeypatch) -> None:
     monkeypatch.setattr(peers, "PAUSE_S", 0)
 
 
+@pytest.mark.slow
 def test_rounds_in_turn_with_fakes(narrow, two_adapters):
     with fake("good") as process:
         process.ask(LOAD)

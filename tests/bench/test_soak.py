@@ -72,6 +72,7 @@ async def test_every_kind_of_client_gets_what_it_should(server):
     assert not server.engine.requests
 
 
+@pytest.mark.slow
 async def test_a_soak_of_the_real_engine(configs):
     """Everything at once, until enough of each has come to an end; nothing lost, nothing held, sound books."""
     roots = (str(GOLDEN / "cases"),)

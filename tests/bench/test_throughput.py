@@ -131,6 +131,7 @@ def small(*mixes: str, **options) -> Workload:
                               "rounds": 1, **options})  # fmt: skip
 
 
+@pytest.mark.slow
 def test_without_base_there_is_no_ratio_and_a_small_pool_is_named(caplog):
     work = small("distinct", "identical", num_adapters=10, rank=32, num_prompts=12)
     report = measure(fit_config(tiny(), work, 2), work)

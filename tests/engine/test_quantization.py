@@ -62,7 +62,9 @@ ACCUMULATION, ACTIVATIONS = 5e-5, 2.5e-3
 (found: 1.2e-3). One weight rounded the other way costs 5e-3, rounding all of them some 0.1."""
 
 
-@pytest.mark.parametrize("base", CASES)
+@pytest.mark.parametrize(
+    "base", [base if base == "tied" else pytest.param(base, marks=pytest.mark.slow) for base in CASES]
+)
 def test_adapters_on_top_equal_the_same_on_the_dequantised_base(golden_tiny, base):
     folder = golden_tiny / "bases" / base
     engine, oracle = make_engine(folder, quantization="int8", max_num_seqs=17), Rounded(folder)

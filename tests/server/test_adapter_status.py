@@ -36,13 +36,13 @@ async def test_the_life_of_an_adapter_is_told(server):
 async def test_its_users_are_counted(make_server):
     server = make_server(max_num_seqs=1)
     server.engine.gate.clear()
-    asked = [asyncio.create_task(server.complete(model="adapter-b", max_tokens=1)) for _ in range(2)]
+    asked = [asyncio.create_task(server.complete(model="adapter-b", max_tokens=30)) for _ in range(2)]
     await wait_for(lambda: len(server.engine.requests) >= 1, seconds=20)  # the other may wait for the step
     server.engine.step_seconds = 0.5
     told = asyncio.create_task(status(server, "adapter-b"))
-    await asyncio.sleep(0.05)
     server.engine.gate.set()
     found = await told
+    server.engine.step_seconds = 0
     assert found["requests_running"] + found["requests_waiting"] in (1, 2)
     await asyncio.gather(*asked)
 

@@ -88,6 +88,7 @@ def test_outputs_on_a_full_disk_do_not_end_a_server(start):
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_compilation_cache_on_a_full_disk_is_done_without(start, tmp_path):
     """No file may grow beyond a block, so programs are written in part: neither this start minds nor the next, which
     compiles them anew and keeps them."""
