@@ -109,7 +109,7 @@ class InPlaceRows:
         if place is not None:
             self.num_rows_X[place.slot] = 0
 
-    def saw_step(self, seconds: float) -> None:
+    def saw_step(self, seconds: float, num_prompt_tokens: int = 0) -> None:
         """Nothing is rationed by the time of a step."""
 
     def time_copies(self, pool: jax.Array) -> None:
@@ -138,6 +138,7 @@ class InPlaceRows:
         *,
         ahead: Iterable[Adapter] = (),
         after_idle: bool = False,
+        num_prompt_tokens: int = 0,
     ) -> RowPlan:
         """Brings table and extras up to date for the adapters of a step; arguments as of RowBuffers.activate.
 

@@ -244,9 +244,8 @@ class ModelRunner:
             step: from the scheduler.
             pages_of: page ids of a resident adapter.
         """
-        plan = self.rows.activate(
-            step.adapters, self.pool, pages_of, ahead=step.ahead, after_idle=step.after_idle
-        )  # fmt: skip
+        how = {"ahead": step.ahead, "after_idle": step.after_idle, "num_prompt_tokens": step.num_prompt_tokens}
+        plan = self.rows.activate(step.adapters, self.pool, pages_of, **how)
         shapes = self.extended_shapes if plan.reach is Reach.EXTENDED else self.plain_shapes(plan.bucket)
         built = build_batch(
             step, shapes, self.spec, self.width, self.rows.num_slots if plan.bucket else 0, self.rows.slot_of,

@@ -27,7 +27,9 @@ from multilora_jax.models.rows import attention_rows, unit_columns
 PagesOf = Callable[[Adapter], list[int]]
 
 STAGE_SHARE = 0.06
-"""Share of a decode step's usual time that staging may take; one block of rows is always brought in."""
+"""Share of a step's time that staging may take; one block of rows is always brought in. The step is the usual one of
+decodes, and where the one before read prompts as long as that one: of several prompts that wait for their rows all but
+the first would else find each step short of them, one block at a time."""
 
 MOST_STAGE_SHARE = 0.4
 """The same where twice as large a share of the seats stands empty for it: then staging faster is worth slower steps."""
@@ -86,6 +88,8 @@ class RowBuffers:
         self._copy_s = {MODULES: 0.0, ATTENTION: 0.0}
         self._make_s_per_byte = 0.0
         self._step_s = 0.0
+        self._prompt_token_s = 0.0
+        self._prompt_tokens = 0
         self._fresh: set[Adapter] = set()
 
     @property
@@ -142,6 +146,7 @@ class RowBuffers:
         *,
         ahead: Iterable[Adapter] = (),
         after_idle: bool = False,
+        num_prompt_tokens: int = 0,
     ) -> RowPlan:
         """Brings in whatever the adapters of a step still lack and the tables up to date.
 
@@ -150,8 +155,9 @@ class RowBuffers:
             pool: uint[L, P, E].
             pages_of: page ids of a resident adapter.
             ahead, after_idle: see RankRows.plan.
+            num_prompt_tokens: of the step.
         """
-        now = self._now
+        now, self._prompt_tokens = self._now, num_prompt_tokens
         plan = now.rank_rows.plan(adapters, ahead=ahead, after_idle=after_idle)
         if plan.rebuild:
             # The old buffers go before the new ones are made.
@@ -205,9 +211,12 @@ class RowBuffers:
                 found.append(seconds)
             self._copy_s[modules] = min(found) * num_groups
 
-    def saw_step(self, seconds: float) -> None:
-        """Tells how long a step of decodes took."""
-        self._step_s = _KEEP * self._step_s + (1 - _KEEP) * seconds if self._step_s else seconds
+    def saw_step(self, seconds: float, num_prompt_tokens: int = 0) -> None:
+        """Tells how long a step took."""
+        if not num_prompt_tokens:
+            self._step_s = _averaged(self._step_s, seconds)
+        elif self._step_s:
+            self._prompt_token_s = _averaged(self._prompt_token_s, max(0.0, seconds - self._step_s) / num_prompt_tokens)
 
     def stage(
         self,
@@ -232,7 +241,8 @@ class RowBuffers:
         if not both:
             return
         target = self._now.rank_rows.target(both)
-        whole_s = min(max(STAGE_SHARE, empty_seats / 2), MOST_STAGE_SHARE) * self._step_s
+        step_s = self._step_s + self._prompt_token_s * self._prompt_tokens
+        whole_s = min(max(STAGE_SHARE, empty_seats / 2), MOST_STAGE_SHARE) * step_s
         left_s = whole_s - spent_s
         side = self._now
         if target != self._now.rank_rows.bucket:
@@ -279,6 +289,10 @@ class RowBuffers:
         for n, first in enumerate(self._firsts):
             where = slice(n * group, (n + 1) * group)
             side.layers[where] = program(side.layers[where], pool, units, first, start)
+
+
+def _averaged(average: float, value: float) -> float:
+    return _KEEP * average + (1 - _KEEP) * value if average else value
 
 
 def _num_bytes(tree: Any) -> int:

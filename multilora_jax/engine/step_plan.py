@@ -10,13 +10,13 @@ from multilora_jax.errors import ConfigError
 from multilora_jax.request import Sequence
 
 LEAST_PROMPT_TOKENS = 64
-"""Prompt tokens of the smaller of the two sizes of steps with prompts: a short prompt must not pay for a full step."""
+"""Prompt tokens of the smallest steps with prompts: a short prompt must not pay for a full step."""
 
 LEAST_PACED_TOKENS = 16
 """The smallest size where a target keeps steps short: what a step of many decodes takes anyway, and half again."""
 
-_MANY_SIZES = 6
-"""From so many sizes on, those of paced steps are four times each other, not twice: each is several programs."""
+_MANY_SIZES, _MANY_PACED = 3, 6
+"""From so many sizes on beside the largest, they are four times each other, not twice: each is several programs."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,22 @@ def max_blocks(num_prompt_tokens: int, block: int) -> int:
 
 
 def prompt_sizes(max_prompt_tokens: int, block: int, *, paced: bool = False) -> tuple[int, ...]:
-    """Prompt tokens of the steps with prompts that are compiled, ascending: a few, and all.
+    """Prompt tokens of the steps with prompts that are compiled, ascending, the last being all that a step takes.
+
+    They go up by doubling, or by four times where those were many: a step costs what its size does. None is nearly as
+    large as the last.
 
     Args:
         max_prompt_tokens: of the largest.
         block: tokens of a prefill block.
-        paced: a target keeps steps short. How long a size takes is not known before it runs, so that sizes from very
-            small to all must be at hand: LEAST_PACED_TOKENS by doubling, or by four times where those were many.
+        paced: a target keeps steps short. How long a size takes is not known before it runs, so that sizes from
+            LEAST_PACED_TOKENS on must be at hand, else from LEAST_PROMPT_TOKENS or a block.
     """
-    if not paced:
-        return tuple(sorted({min(max(block, LEAST_PROMPT_TOKENS), max_prompt_tokens), max_prompt_tokens}))
+    least, many = (LEAST_PACED_TOKENS, _MANY_PACED) if paced else (max(block, LEAST_PROMPT_TOKENS), _MANY_SIZES)
     sizes = list[int]()
     for factor in (2, 4):
-        sizes = [n for n in (LEAST_PACED_TOKENS * factor**i for i in range(32)) if n < max_prompt_tokens]
-        if len(sizes) < _MANY_SIZES:
+        sizes = [n for n in (least * factor**i for i in range(32)) if 3 * n <= 2 * max_prompt_tokens]
+        if len(sizes) < many:
             break
     return (*sizes, max_prompt_tokens)
 

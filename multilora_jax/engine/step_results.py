@@ -139,8 +139,7 @@ class StepResults:
         num_tokens = len(plan.decodes) + sum(count for _, _, count in built.chunks)
         phases = (step.launched_s - step.start_s, read_s - asked_s, time.perf_counter() - read_s)
         self._stats.add_step(seconds, num_tokens, phases)
-        if not plan.prefills:
-            self._runner.rows.saw_step(seconds)
+        self._runner.rows.saw_step(seconds, plan.num_prompt_tokens)
         return outputs
 
     def _state(self, seq: Sequence) -> RequestState | None:

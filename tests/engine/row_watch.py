@@ -47,7 +47,8 @@ def allow(engine, monkeypatch, blocks):
     """Lets a step copy so many whole blocks of rows beside its sequences, one at least."""
     rows = engine.runner.rows
     monkeypatch.setattr(rows, "_step_s", 4.0)
-    monkeypatch.setattr(rows, "saw_step", lambda seconds: None)
+    monkeypatch.setattr(rows, "_prompt_token_s", 0.0)
+    monkeypatch.setattr(rows, "saw_step", lambda seconds, num_prompt_tokens: None)
     take(engine, monkeypatch, STAGE_SHARE * 4.0 / blocks * (1 - 1e-9))  # not one less by rounding
 
 

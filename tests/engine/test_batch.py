@@ -68,13 +68,16 @@ def test_shapes():
         return [BatchShape(0, 0, n) for n in sizes]
 
     assert batch_shapes(1, 32, 32) == [*decodes(2), BatchShape(32, 2, 2)]
-    assert batch_shapes(16, 256, 32) == [*decodes(2, 8, 16), BatchShape(64, 4, 16), BatchShape(256, 16, 16)]
+    assert batch_shapes(16, 256, 32) == [
+        *decodes(2, 8, 16), BatchShape(64, 4, 16), BatchShape(128, 8, 16), BatchShape(256, 16, 16),
+    ]  # fmt: skip
     assert batch_shapes(40, 100, 128) == [*decodes(2, 8, 32, 40), BatchShape(100, 2, 40)]
     mixed = [BatchShape(16, 1, 8), BatchShape(32, 2, 8), BatchShape(64, 4, 8), BatchShape(100, 7, 8)]
     assert batch_shapes(8, 100, 32, paced=True) == [*decodes(2, 8), *mixed]
     assert prompt_sizes(512, 32, paced=True) == (16, 32, 64, 128, 256, 512)
     assert prompt_sizes(8192, 32, paced=True) == (16, 64, 256, 1024, 4096, 8192)
     assert prompt_sizes(8, 4, paced=True) == (8,)
+    assert [prompt_sizes(n, 32) for n in (64, 512, 4096)] == [(64,), (64, 256, 512), (64, 256, 1024, 4096)]
     assert batch_shapes(8, 300, 128) == [*decodes(2, 8), BatchShape(128, 2, 8), BatchShape(300, 5, 8)]
     assert BatchShape(96, 3, 5).num_tokens == 101
     assert BatchShape(96, 3, 5).num_rows == 8
@@ -82,11 +85,12 @@ def test_shapes():
 
 def test_the_smallest_shape_that_holds_a_step_is_picked():
     shapes = batch_shapes(16, 256, 32)
-    small, large = BatchShape(64, 4, 16), BatchShape(256, 16, 16)
+    small, middle, large = BatchShape(64, 4, 16), BatchShape(128, 8, 16), BatchShape(256, 16, 16)
     assert pick_shape(shapes, 1, 0, 0) == BatchShape(0, 0, 2)
     assert pick_shape(shapes, 3, 0, 0) == BatchShape(0, 0, 8)
     assert pick_shape(shapes, 0, 1, 1) == pick_shape(shapes, 16, 64, 4) == small
-    assert pick_shape(shapes, 0, 65, 3) == pick_shape(shapes, 0, 64, 5) == large
+    assert pick_shape(shapes, 0, 65, 3) == pick_shape(shapes, 0, 64, 5) == middle
+    assert pick_shape(shapes, 0, 129, 5) == pick_shape(shapes, 0, 65, 9) == large
 
 
 def test_table_width_is_whole_chunks():

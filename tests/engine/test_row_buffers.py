@@ -148,6 +148,7 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
     rows._now.layers += rows._programs.get("rows", 64)()
     monkeypatch.setattr(rows, "_insert", lambda *args: copied.append(args))
     take(engine, monkeypatch, STAGE_SHARE * (1 - 1e-9))  # a block in a step of a second
+    rows._prompt_token_s = 0.0
     for seconds, spent, blocks in (
         (0.0, 0.0, 1),
         (2.0, 0.0, 2),
@@ -170,6 +171,14 @@ def test_a_slice_takes_a_share_of_the_time_of_a_step(engine, tmp_path, monkeypat
         copied.clear()
         rows.rank_rows.reset(64)
         rows.stage([], adapters, engine.runner.pool, lambda adapter: [], empty_seats=empty)
+        assert len(copied) == blocks
+    # A step that follows one with prompts is taken to be as long as that one.
+    rows.saw_step(2.0, 10)
+    for num_tokens, blocks in ((0, 1), (10, 2), (25, 3)):
+        rows._prompt_tokens = num_tokens
+        copied.clear()
+        rows.rank_rows.reset(64)
+        rows.stage([], adapters, engine.runner.pool, lambda adapter: [])
         assert len(copied) == blocks
     rows._step_s = 1.0
     rows.saw_step(9.0)
