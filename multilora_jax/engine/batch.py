@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -168,11 +169,11 @@ def build_batch(
         kv_slots[where] = [seq.page_ids[position // S] * S + position % S for seq, _, position in decodes]
         batch.sampling.index_S[where] = np.arange(len(decodes))  # pyright: ignore[reportIndexIssue]
         batch.sampling.position_S[where] = positions[where] + 1  # pyright: ignore[reportIndexIssue]
-        batch.sampling.vocab_S[where] = [seq.vocab_size for seq, _, _ in decodes]  # pyright: ignore[reportIndexIssue]
-        for row, (seq, _, _) in enumerate(decodes):
-            table[row, : len(seq.page_ids)] = seq.page_ids
-            _mix_row(batch, slice(row, row + 1), seq, slot_of)
-            _options_row(batch.sampling, row, seq)
+        seqs = [seq for seq, _, _ in decodes]
+        _set_tables(table, seqs)
+        if slots:
+            _set_mixes(batch.mix_SX, seqs, slot_of)
+        _set_options(batch.sampling, range(len(seqs)), seqs)
         _count_chunks(batch.decode_chunks, np.asarray(positions)[where], shape.num_decodes, spec.attention_groups[0], S)
     row = start = shape.num_decodes
     last: list[int] = []  # of each block: its last position
@@ -186,17 +187,21 @@ def build_batch(
         kv_slots[where] = pages[position // S] * S + position % S
         used = -(-count // block)
         begins = np.arange(used) * block
-        _mix_row(batch, slice(row, row + used), seq, slot_of)
+        if slots:
+            _set_mixes(batch.mix_SX[row : row + used], [seq] * used, slot_of)  # pyright: ignore
         table[row : row + used, : len(pages)] = pages
         first_N[row - shape.num_decodes :][:used] = start - shape.num_decodes + begins
         row_P[start - shape.num_decodes :][:count] = row + np.arange(count) // block
         last += np.minimum(first + begins + block, first + count).tolist()
         chunks.append((seq, start, count))
         if first + count == seq.num_tokens:
-            _sampling_row(batch, row + used - 1, start + count - 1, seq)
+            batch.sampling.index_S[row + used - 1] = start + count - 1  # pyright: ignore[reportIndexIssue]
+            batch.sampling.position_S[row + used - 1] = first + count  # pyright: ignore[reportIndexIssue]
             rows.append((seq, row + used - 1))
         row += used
         start += count
+    begun = rows[len(step.decodes) :]
+    _set_options(batch.sampling, [row for _, row in begun], [seq for seq, _ in begun])
     _count_chunks(batch.prefill_chunks, np.asarray(last) - 1, shape.num_blocks, spec.attention_groups[1], S)
     if batch.pieces is not None:
         batch.pieces.fill(_segment(seq, start - shape.num_decodes, count, rows_of) for seq, start, count in chunks)
@@ -220,9 +225,24 @@ def pack(batch: ForwardBatch) -> np.ndarray:
     return np.concatenate([np.ravel(leaf).view(np.int32) for leaf in jax.tree.leaves(batch)])
 
 
-def _mix_row(batch: ForwardBatch, rows: slice, seq: Sequence, slot_of: Callable[[Any], int]) -> None:
-    for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True):
-        batch.mix_SX[rows, slot_of(adapter)] = scale  # pyright: ignore[reportOptionalSubscript]
+def _set_tables(table_SP: Any, seqs: list[Sequence]) -> None:
+    """Writes the pages of these sequences into the first rows."""
+    pages = [seq.page_ids for seq in seqs]
+    used_SP = np.arange(table_SP.shape[1]) < np.array(list(map(len, pages)))[:, None]
+    table_SP[: len(seqs)][used_SP] = np.fromiter(chain.from_iterable(pages), np.int32)
+
+
+def _set_mixes(mix_SX: Any, seqs: list[Sequence], slot_of: Callable[[Any], int]) -> None:
+    """Writes the factors of these sequences on their adapters into the first rows."""
+    mixed = [
+        (row, slot_of(adapter), scale)
+        for row, seq in enumerate(seqs)
+        if seq.adapters
+        for adapter, scale in zip(seq.adapters, seq.adapter_scales, strict=True)
+    ]
+    if mixed:
+        row, slot, scale = zip(*mixed, strict=True)
+        mix_SX[row, slot] = scale
 
 
 def _segment(seq: Sequence, first: int, count: int, rows_of: Callable[[Any], list[int]]) -> Segment:
@@ -231,21 +251,23 @@ def _segment(seq: Sequence, first: int, count: int, rows_of: Callable[[Any], lis
     return first, count, [(row // ROW_BLOCK, scale) for adapter, scale in mix for row in rows_of(adapter)]
 
 
-def _sampling_row(batch: ForwardBatch, row: int, token: int, seq: Sequence) -> None:
-    sampling: Any = batch.sampling
-    sampling.index_S[row] = token
-    sampling.position_S[row] = batch.positions_T[token] + 1
-    sampling.vocab_S[row] = seq.vocab_size
-    _options_row(sampling, row, seq)
-
-
-def _options_row(sampling: Any, row: int, seq: Sequence) -> None:
-    params = seq.params
-    if not params.greedy:
-        sampling.temperature_S[row] = min(params.temperature, MAX_TEMPERATURE)
-        sampling.top_p_S[row] = params.top_p
-        sampling.min_p_S[row] = params.min_p
-        sampling.top_k_S[row] = min(params.top_k, np.iinfo(np.int32).max)  # more than any vocabulary
-        sampling.seed_S2[row] = (seq.seed >> 32 & 0xFFFFFFFF, seq.seed & 0xFFFFFFFF)
-    if params.logprobs is not None:
-        sampling.num_logprobs_S[row] = params.logprobs
+def _set_options(sampling: Any, rows: Iterable[int], seqs: list[Sequence]) -> None:
+    """Writes what these sequences ask of their sampling, column by column: numpy takes long over single values."""
+    rows = np.array(rows, int)
+    sampling.vocab_S[rows] = [seq.vocab_size for seq in seqs]
+    pairs = list(zip(rows.tolist(), seqs, strict=True))
+    drawn = [(row, seq.params, seq.seed) for row, seq in pairs if not seq.params.greedy]
+    if drawn:
+        at = [row for row, _, _ in drawn]
+        sampling.temperature_S[at] = [min(params.temperature, MAX_TEMPERATURE) for _, params, _ in drawn]
+        sampling.top_p_S[at] = [params.top_p for _, params, _ in drawn]
+        sampling.min_p_S[at] = [params.min_p for _, params, _ in drawn]
+        most = np.iinfo(np.int32).max  # more than any vocabulary
+        sampling.top_k_S[at] = [min(params.top_k, most) for _, params, _ in drawn]
+        sampling.seed_S2[at] = [(seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF) for _, _, seed in drawn]
+    logged = [
+        (row, seq.params.logprobs) for row, seq in zip(rows, seqs, strict=True) if seq.params.logprobs is not None
+    ]
+    if logged:
+        at, count = zip(*logged, strict=True)
+        sampling.num_logprobs_S[list(at)] = count
