@@ -46,7 +46,7 @@ _PREFILL_BLOCK, _MAX_LEN = 32, 8192
 
 
 FEW_LAYERS = 4
-"""Of the cases beside the decode step on one device: layers are alike, and compiling goes by their number."""
+"""Of the cases beside the decode step: layers are alike, and compiling goes by their number."""
 
 
 def _model(layers: int) -> ModelConfig:
@@ -98,11 +98,11 @@ def _cases(tp: int, layers: dict[str, int]) -> dict[str, Case]:
 
 
 def cases() -> dict[str, Case]:
-    """The decode step on one device whole; the others with a few layers."""
+    """The decode step whole, on one device and on four; the others with a few layers."""
     few = dict.fromkeys(_NAMES, FEW_LAYERS)
     step: tuple[str, ...] = ("decode 64, base", "decode 64, 64 adapters")
     whole = dict.fromkeys(step, LLAMA_3_8B.num_layers)
-    return _cases(1, few | whole) | _cases(4, few)
+    return _cases(1, few | whole) | _cases(4, few | whole)
 
 
 def sweep() -> dict[str, Case]:
