@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class Case:
         min_alias_bytes: least memory of results that reuses donated arguments.
         check_limits: whether its kernels are held to the recorded registers and shared memory, and to loads of more
             than 2 bytes at a time; False for programs, whose further kernels are XLA's own.
+        kernels: regular expression of the names of kernels that check_limits is about, where XLA's own stand beside them.
         must_fail: a control: passes only if some problem matches this regular expression.
         lower: of the mesh of target devices to what `jax.jit(..).lower(..)` gives, in place of fn, args, specs, donate.
     """
@@ -41,8 +43,13 @@ class Case:
     max_temp_bytes: int | None = None
     min_alias_bytes: int = 0
     check_limits: bool = True
+    kernels: str = ""
     must_fail: str | None = None
     lower: Callable[[Mesh], Any] | None = None
+
+    def holds(self, kernel: str) -> bool:
+        """Whether a kernel is held to limits."""
+        return self.check_limits and re.search(self.kernels, kernel) is not None
 
 
 def shaped(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

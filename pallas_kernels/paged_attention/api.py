@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
+from pallas_kernels.paged_attention import pallas_mosaic_gpu
 from pallas_kernels.paged_attention.pallas_triton import paged_attention_triton
 from pallas_kernels.paged_attention.triton_config import check_supported
 from pallas_kernels.paged_attention.xla_ragged import paged_attention_xla
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"triton": paged_attention_triton, "xla": paged_attention_xla}
-"""In order of preference."""
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "triton": paged_attention_triton, "xla": paged_attention_xla,
+    "mosaic_gpu": pallas_mosaic_gpu.paged_attention_mosaic_gpu,
+}  # fmt: skip
+"""In order of preference. No GPU has run the mosaic_gpu kernels: they run where they are named."""
 
 
 def ragged_paged_attention(
@@ -57,7 +61,7 @@ def ragged_paged_attention(
         num_kv_heads: K; N is a multiple of it.
         page_tokens: slots of a page.
         window: the most slots that a query sees, its own included; None for all.
-        implementation: "triton" or "xla"; None takes the best that the device has.
+        implementation: see dispatch.IMPLEMENTATIONS; None takes the best that the device has.
         interpret: runs Pallas kernels in their interpreter, on any device.
 
     Returns:
@@ -79,11 +83,13 @@ def ragged_paged_attention(
     )  # fmt: skip
 
 
-def pick(head_dim: int, dtype: str, implementation: str | None = None, *, interpret: bool = False) -> str:
+def pick(
+    head_dim: int, dtype: str, implementation: str | None = None, *, page_tokens: int = 16, interpret: bool = False
+) -> str:
     """The implementation that runs on this device.
 
     Args:
-        head_dim, dtype: of the queries; implementation, interpret: see ragged_paged_attention.
+        head_dim, dtype: of the queries; page_tokens, implementation, interpret: see ragged_paged_attention.
 
     Raises:
         ValueError: no such implementation.
@@ -93,6 +99,8 @@ def pick(head_dim: int, dtype: str, implementation: str | None = None, *, interp
         try:
             if name == "triton":
                 check_supported(head_dim, dtype)
+            elif name == "mosaic_gpu":
+                pallas_mosaic_gpu.check_supported(head_dim, dtype, page_tokens)
             return name
         except NotImplementedError as error:
             if implementation is not None:

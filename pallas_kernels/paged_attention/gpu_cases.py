@@ -33,7 +33,7 @@ def _case(
         ),
         [shaped(tokens, N, H, dtype=kind), pool, shaped(dtype=i32), shaped(rows, slots // 16, dtype=i32), *per_row],
         # The pool is gigabytes: whatever copied or converted it would be seen here.
-        max_temp_bytes=100 << 20,
+        max_temp_bytes=100 << 20, kernels="^paged_attention",
     )  # fmt: skip
 
 
@@ -47,4 +47,8 @@ def cases() -> dict[str, Case]:
     found["triton/llama-3-8b/bfloat16/256 slots"] = _case(llama, "triton", "bfloat16", 256)
     found["triton/llama-3-8b/bfloat16/131072 slots"] = _case(llama, "triton", "bfloat16", 131072)
     found["triton/llama-3-8b/bfloat16/window 4096"] = _case(llama, "triton", "bfloat16", 8192, window=4096)
+    for dtype in ("bfloat16", "float16"):
+        for model, heads in HEADS.items():
+            found[f"mosaic_gpu/{model}/{dtype}"] = _case(heads, "mosaic_gpu", dtype, 8192)
+    found["mosaic_gpu/llama-3-8b/bfloat16/window 4096"] = _case(llama, "mosaic_gpu", "bfloat16", 8192, window=4096)
     return found

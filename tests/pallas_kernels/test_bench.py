@@ -90,13 +90,27 @@ def test_floors():
 
 
 def test_the_methods_of_xla_agree(capsys):
-    """Every method gives what lora_delta gives, else the command stops."""
+    """Every method gives what lora_delta gives, else the command stops; the table says which of them it is."""
     options = ["--layers", "1", "--rounds", "1", "--in-dim", "32", "--out-dim", "64", "--rank", "4"]
     assert xla_methods.main([*options, "--sizes", "2/6,3/3", "--dtypes", "float32"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [cell.strip() for cell in rows[0]][2:] == ["lora_delta", "active rows", "chunks", "ragged_dot"]
+    assert [cell.strip() for cell in rows[0]][2:] == [
+        "lora_delta", "active rows", "chunks", "ragged_dot", "the path is"
+    ]  # fmt: skip
     assert [row[1].strip() for row in rows[2:]] == ["2/6", "3/3"]
-    assert all(float(cell) > 0 for row in rows[2:] for cell in row[2:])
+    assert [row[-1].strip() for row in rows[2:]] == ["active rows"] * 2
+    assert all(float(cell.split()[0]) > 0 for row in rows[2:] for cell in row[2:-1])
+
+
+def test_a_faster_method_is_named(monkeypatch, capsys):
+    """By its best round, its median and more paired rounds than chance gives; never from what it won now and then."""
+    path = [10.0, 11.0, 12.0, 10.0, 13.0, 12.0, 11.0, 12.0, 11.0]
+    faster, lucky = [t - 1 for t in path], [9.0, 12.0, 11.0, 9.0, 14.0, 10.0, 10.5, 13.0, 12.0]
+    times = xla_methods.Times({"lora_delta": path, "active rows": faster, "chunks": lucky}, None)
+    assert times.slower_than == ["active rows"]
+    monkeypatch.setattr(xla_methods, "measure", lambda *_, **__: times)
+    assert xla_methods.main(["--sizes", "2/6", "--dtypes", "float32"]) == 1
+    assert "float32, 2/6: slower than active rows\n" in capsys.readouterr().out
 
 
 def test_a_wrong_method_is_seen(monkeypatch):

@@ -102,6 +102,12 @@ def test_tiles_are_for_many_rows_and_full_blocks(monkeypatch):
     assert not xla_pool.prefers_tiles(plan(32, 32), 32, 512, "float32")
     assert not xla_pool.prefers_tiles(plan(32, 32), 256, 512, "bfloat16")
     assert xla_pool.prefers_tiles(plan(32, 32), 256, 512, "float16")
+    # Eight adapters on 32 tokens: half of the work. 64 on 64: a quarter, one token to a block.
+    assert not xla_pool.prefers_tiles(plan(8, 8), 32, 128, "float32")
+    assert xla_pool.prefers_tiles(plan(8, 8), 32, 128, "float16")
+    assert not xla_pool.prefers_tiles(plan(64, 64), 64, 1024, "float32")
+    assert xla_pool.prefers_tiles(plan(64, 64), 64, 1024, "float16")
+    assert not xla_pool.prefers_tiles(plan(32, 32), 32, 512, "float16")
 
 
 def test_a_cpu_names_the_types_that_it_multiplies_itself(monkeypatch):
