@@ -106,17 +106,21 @@ def interprets(kernel_backend: str) -> bool:
     return kernel_backend == "triton" and jax.default_backend() == "cpu" and current_device().capability is None
 
 
-def attention_backend(kernel_backend: str, model: ModelConfig, dtype: str) -> str:
+def attention_backend(kernel_backend: str, model: ModelConfig, dtype: str, page_tokens: int = 16) -> str:
     """LlamaSpec.attention_backend: a Pallas implementation on GPUs that have one, XLA elsewhere, or as configured.
 
-    Attention has no mosaic_gpu kernel: beside the adapters' runs the triton one.
+    What the mosaic_gpu kernel does not take (float32, other head sizes) the triton one does beside the adapters'.
 
     Raises:
         ConfigError: the one that was asked for does not run here.
     """
+    pick = functools.partial(pick_attention, model.head_dim, dtype, page_tokens=page_tokens)
     if kernel_backend == "mosaic_gpu":
-        kernel_backend = "triton"
-    return _picked(kernel_backend, functools.partial(pick_attention, model.head_dim, dtype))
+        try:
+            return pick(kernel_backend)
+        except NotImplementedError:
+            kernel_backend = "triton"
+    return _picked(kernel_backend, pick)
 
 
 def lora_backend(kernel_backend: str, unit: int, dtype: str) -> str:

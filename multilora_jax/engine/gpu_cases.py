@@ -53,11 +53,11 @@ def _model(layers: int) -> ModelConfig:
     return replace(LLAMA_3_8B, num_layers=layers)
 
 
-def _programs(mesh: Mesh, tp: int, layers: int) -> Programs:
+def _programs(mesh: Mesh, tp: int, layers: int, backend: str) -> Programs:
     geometry = _model(layers).geometry(NUM_PAGES, 16, tp, "bfloat16", 256)
     spec = LlamaSpec(
         _model(layers), geometry, _PREFILL_BLOCK, features_first=False, axis_name="model" if tp > 1 else None,
-        attention_groups=(1 << 30, 1 << 30), attention_backend="triton", lora_backend="triton",
+        attention_groups=(1 << 30, 1 << 30), attention_backend=backend, lora_backend=backend,
     )  # fmt: skip
     shape = (layers, NUM_PAGES, geometry.page_elements)
     pool: Any = jax.ShapeDtypeStruct(shape, geometry.storage_dtype, sharding=NamedSharding(mesh, POOL_SPEC))
@@ -65,11 +65,11 @@ def _programs(mesh: Mesh, tp: int, layers: int) -> Programs:
     return Programs(spec, mesh, params, pool, table_width(_MAX_LEN, geometry), ROWS, MIXED.num_rows)
 
 
-def _case(tp: int, layers: int, *key: Any, kernels: tuple[str, ...] = (), temp: int) -> Case:
+def _case(tp: int, layers: int, *key: Any, kernels: tuple[str, ...] = (), temp: int, backend: str = "triton") -> Case:
     geometry = _model(layers).geometry(NUM_PAGES, 16, tp, "bfloat16", 256)
     copied = rf"= u16\[{layers},{NUM_PAGES},{geometry.page_elements // tp}\]\S* copy\("
     return Case(
-        None, mesh=((1, tp), ("data", "model")), lower=lambda mesh: _programs(mesh, tp, layers).lower(*key),
+        None, mesh=((1, tp), ("data", "model")), lower=lambda mesh: _programs(mesh, tp, layers, backend).lower(*key),
         expect=kernels, forbid=(copied,), max_temp_bytes=temp, check_limits=False,
         min_alias_bytes=NUM_PAGES * geometry.page_bytes // tp if key[0] == "layers" else 0,
     )  # fmt: skip
@@ -102,7 +102,15 @@ def cases() -> dict[str, Case]:
     few = dict.fromkeys(_NAMES, FEW_LAYERS)
     step: tuple[str, ...] = ("decode 64, base", "decode 64, 64 adapters")
     whole = dict.fromkeys(step, LLAMA_3_8B.num_layers)
-    return _cases(1, few | whole) | _cases(4, few | whole)
+    return _cases(1, few | whole) | _cases(4, few | whole) | _by_name()
+
+
+def _by_name() -> dict[str, Case]:
+    """What runs with kernel_backend mosaic_gpu alone."""
+    kernels = ("paged_attention_decode", "paged_attention_prompt", "lora_shrink", "lora_expand")
+    key = ("layers", MIXED, ROWS, Reach.PROJECTIONS)
+    case = _case(1, FEW_LAYERS, *key, kernels=kernels, temp=768 << 20, backend="mosaic_gpu")
+    return {f"H200, {FEW_LAYERS} layers, decode 64 + prompts 512, 64 adapters, mosaic_gpu": case}
 
 
 def sweep() -> dict[str, Case]:

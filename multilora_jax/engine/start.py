@@ -94,7 +94,7 @@ def load_model(config: EngineConfig, *, progress: bool, replica: int = -1) -> Lo
         devices.attention_groups(),
         devices.blocks_from(dtype),
         devices.pieces_from(),
-        devices.attention_backend(config.kernel_backend, model_config, dtype),
+        devices.attention_backend(config.kernel_backend, model_config, dtype, config.page_tokens),
         devices.interprets(config.kernel_backend),
         lora_backend,
     )

@@ -101,7 +101,7 @@ def target_spec(
     geometry = model.geometry(num_pages, page_tokens, tp, dtype, extra_vocab)
     axis_name, cpu = (MODEL_AXIS if tp > 1 else None), device == "cpu"
     with contextlib.nullcontext() if cpu else dispatch.assume_device(dispatch.H200):
-        attention = devices.attention_backend(kernel_backend, model, dtype)
+        attention = devices.attention_backend(kernel_backend, model, dtype, page_tokens)
         interprets = devices.interprets(kernel_backend)
     lora = lora_backend(device, kernel_backend, geometry, dtype) if enable_lora else "xla"
     everything = 1 << 30

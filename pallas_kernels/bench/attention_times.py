@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
+from pallas_kernels.bench.loras import implementations
 from pallas_kernels.bench.report import Result
 from pallas_kernels.bench.timing import Clock
 from pallas_kernels.paged_attention import api
@@ -38,7 +38,7 @@ TINY = Size((4, 2, 16), layers=1, rows=((2, 1, 40), (1, 4, 20)))
 
 def attention_times(clock: Clock, size: Size, interpret: bool) -> Iterator[Result]:
     """Every case by every implementation, and decodes by JAX's own over dense keys."""
-    names = dispatch.choose("paged_attention", api.IMPLEMENTATIONS, interpret=interpret)
+    names = implementations("paged_attention", api.IMPLEMENTATIONS, interpret)
     N, K, H = size.heads
     num_pages = max(rows * -(-context // size.page_tokens) for rows, _, context in size.rows)
     pool = make_pool(size, num_pages)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
 from pallas_kernels.bench.alternatives import ALTERNATIVES
 from pallas_kernels.bench.loras import MIXES, implementations, make_batch, tokens_of_adapters
 from pallas_kernels.bench.report import Result
@@ -32,7 +31,7 @@ def all_checks(dtypes: tuple[str, ...], small: bool, interpret: bool) -> Iterato
 
 def attention_checks(dtypes: tuple[str, ...], small: bool, interpret: bool) -> Iterator[Result]:
     """Decodes, chunks and empty rows by model and type, and a sliding window."""
-    names = dispatch.choose("paged_attention", attention_api.IMPLEMENTATIONS, interpret=interpret)
+    names = implementations("paged_attention", attention_api.IMPLEMENTATIONS, interpret)
     cases = [(model, heads, None) for model, heads in HEADS.items()] + [("window 100", (8, 2, 64), 100)]
     for model, heads, window in cases[:1] if small else cases:
         for dtype in dtypes:
@@ -50,7 +49,7 @@ def attention_checks(dtypes: tuple[str, ...], small: bool, interpret: bool) -> I
 
 def lora_checks(dtypes: tuple[str, ...], small: bool, interpret: bool) -> Iterator[Result]:
     """Mixes of adapters and ranks by type, and what they are compared with for speed."""
-    names = implementations(interpret)
+    names = implementations("lora_delta", lora_api.BACKENDS, interpret)
     in_dim, out_dim, unit = (128, 192, 64) if small else (4096, 4096, 1024)
     mixes = [(mix, tokens, (16,)) for tokens in (8 if small else 64,) for mix in ("base", *MIXES)]
     mixes += [("distinct", 1, (16,)), ("distinct", 7 if small else 64, (1, 8, 64, 5, 16, 128))]

@@ -48,7 +48,7 @@ TINY = Size(64, 128, 64, 1, cases=(("distinct", 4, (16,)), ("skewed", 5, (8,))),
 
 def lora_times(clock: Clock, size: Size, interpret: bool) -> Iterator[Result]:
     """Every case by every implementation; the alternatives in plain XLA take one rank only, and time."""
-    names = implementations(interpret)
+    names = implementations("lora_delta", api.BACKENDS, interpret)
     for mix, tokens, ranks in size.cases:
         case = f"{mix}, {tokens} tokens, rank {', '.join(map(str, ranks))}, {size.in_dim} to {size.out_dim}"
         if clock.left < 0:

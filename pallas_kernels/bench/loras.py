@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.segmented_lora import Plan, RankRows, SegmentShape, api, lora_delta_reference, make_plan
+from pallas_kernels.segmented_lora import Plan, RankRows, SegmentShape, lora_delta_reference, make_plan
 
 MIXES = ("identical", "uniform", "skewed", "distinct")
 
 
-def implementations(interpret: bool) -> tuple[str, ...]:
-    """Those of lora_delta to run; the mosaic_gpu kernels on a GPU alone, as their interpreter is not of every jax."""
-    names = dispatch.choose("lora_delta", api.BACKENDS, interpret=interpret)
+def implementations(op: str, offered: Mapping[str, Any], interpret: bool) -> tuple[str, ...]:
+    """Those of an operation to run; the mosaic_gpu kernels on a GPU alone, as their interpreter is not of every jax."""
+    names = dispatch.choose(op, offered, interpret=interpret)
     return tuple(name for name in names if not (interpret and name == "mosaic_gpu"))
 
 

@@ -28,7 +28,7 @@ class Case:
         min_alias_bytes: least memory of results that reuses donated arguments.
         check_limits: whether its kernels are held to the recorded registers and shared memory, and to loads of more
             than 2 bytes at a time; False for programs, whose further kernels are XLA's own.
-        kernels: regular expression of the names of kernels that check_limits is about, where XLA's own stand beside them.
+        kernels: regular expression: the kernels that check_limits is about, where XLA's own stand beside them.
         must_fail: a control: passes only if some problem matches this regular expression.
         lower: of the mesh of target devices to what `jax.jit(..).lower(..)` gives, in place of fn, args, specs, donate.
     """

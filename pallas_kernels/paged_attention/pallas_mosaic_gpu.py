@@ -259,7 +259,7 @@ def _product(a_smem: Any, b_smem: Any, shape: tuple[int, int]) -> jax.Array:
         plgpu.wgmma(acc, a_smem, b_smem)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, _F32))
+    return pl.run_scoped(run, plgpu.ACC(shape, _F32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _visible(begin: Any, turn: Any, before: Any, sizes: _Sizes) -> jax.Array:

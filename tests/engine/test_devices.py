@@ -122,6 +122,11 @@ def test_attention_goes_by_the_device_and_the_configuration():
         with pytest.raises(ConfigError, match="kernel_backend triton .* power of two from 16 on, not 24"):
             devices.attention_backend("triton", odd, "bfloat16")
         assert devices.attention_backend("mosaic_gpu", MODEL, "bfloat16") == "triton"
+        wide = dataclasses.replace(MODEL, head_dim=128)
+        assert devices.attention_backend("mosaic_gpu", wide, "bfloat16") == "mosaic_gpu"
+        assert devices.attention_backend("auto", wide, "bfloat16") == "triton"
+        assert devices.attention_backend("mosaic_gpu", wide, "float32") == "triton"
+        assert devices.attention_backend("mosaic_gpu", wide, "bfloat16", page_tokens=4) == "triton"
         assert devices.lora_backend("mosaic_gpu", 128, "bfloat16") == "mosaic_gpu"
         with pytest.raises(ConfigError, match="kernel_backend mosaic_gpu .* of 16 elements are no whole number of 128"):
             devices.lora_backend("mosaic_gpu", 16, "bfloat16")

@@ -46,6 +46,7 @@ def test_paged_attention():
     output = compile_cases("pallas_kernels.paged_attention.gpu_cases", "--only", "(smollm2-135m|llama-3-8b)/bfloat16$")
     assert len(re.findall("paged_attention_(decode|prompt)_parts", output)) == 4
     assert len(re.findall("paged_attention_(decode|prompt)_combine", output)) == 4
+    assert len(re.findall("paged_attention_(decode|prompt)_mosaic_gpu_kernel", output)) == 4
 
 
 STEPS = ROOT / "multilora_jax" / "engine" / "gpu_steps.csv"
@@ -66,7 +67,7 @@ def test_the_engine_s_decode_step():
 def test_the_recorded_steps_hold_the_pool_once():
     with STEPS.open(encoding="utf-8", newline="") as file:
         layers = [row for row in csv.DictReader(file) if float(row["aliased_mib"])]
-    assert len(layers) == 8
+    assert len(layers) == 9
     for row in layers:
         shards, num_layers = 4 if "x 4" in row["case"] else 1, 32 if "32 layers" in row["case"] else 4
         assert float(row["aliased_mib"]) >= 20_000 * num_layers / 16 / shards  # 64 KiB for each page and layer
