@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.gpu_check import Case
 from pallas_kernels.gpu_check.targets import missing
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,6 +34,14 @@ def compile_cases(*arguments: str) -> str:
 def test_the_controls_fail():
     output = compile_cases("pallas_kernels.gpu_check.controls")
     assert output.count("ok   control_") == 8
+
+
+def test_kernels_of_xla_beside_ours_are_held_to_no_limit():
+    case = Case(None, kernels="^paged_attention")
+    assert case.holds("paged_attention_decode")
+    assert not case.holds("loop_pad_fusion")
+    assert Case(None).holds("anything")
+    assert not Case(None, check_limits=False).holds("anything")
 
 
 def test_segmented_lora():
