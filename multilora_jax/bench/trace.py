@@ -1,7 +1,8 @@
 """`bench trace`: S-LoRA's workloads against the engine in real time, or against the scheduler in simulated time.
 
 Against the engine, every round runs each case once, in an order that moves on by one from round to round: a machine
-that slows down for a while slows all of them. Reported are medians over rounds. In simulated time nothing varies.
+that slows down for a while slows all of them. Reported are medians over rounds and over the traces of several seeds. In
+simulated time rounds do not vary.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     settings = {
         "setting": f.setting, "ranks": list(ranks), "dummy": f.dummy, "first_token_objective_s": objective_s,
         "sweep": swept, "trace": dataclasses.asdict(cases[0].spec), "rounds": 1 if f.dummy else f.rounds,
+        "seeds": f.seeds,
     }  # fmt: skip
     if f.dummy:
         report = trace_dummy.measure(config, trace_dummy.machine_of(f), rank_of, cases, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ class Case:
     policy: str
     pool: str
 
+    def spec_of(self, number: int) -> TraceSpec:
+        """Of its trace of that number, from 0."""
+        return dataclasses.replace(self.spec, seed=self.spec.seed + number)
+
     def row(self, swept: str | None) -> dict[str, Any]:
         """Its part of a row."""
         return {"policy": self.policy, "pool": self.pool} | ({swept: self.value} if swept else {})
@@ -61,6 +66,9 @@ def define_flags(flag_values: absl_flags.FlagValues) -> None:
     words("output_range", list(map(str, spec.output_range)), "Answers have from LOW to below HIGH tokens.",
           flag_values=f)  # fmt: skip
     integer("trace_seed", spec.seed, "Seed of the trace.", lower_bound=0, flag_values=f)
+    integer("seeds", 1, "Traces of each case, of this seed and those after it: one draw of a short trace says little. "
+            "Figures are medians over them; differences of attainment between policies are taken within a trace.",
+            lower_bound=1, flag_values=f)  # fmt: skip
     words("policy", ["fcfs"], f"Policies: {', '.join(POLICIES)}; with --dummy also {ORACLE}, which knows "
           "what no server can.", flag_values=f)  # fmt: skip
     words("pool", ["unified"], f"Kinds of pool: {', '.join(POOLS)}.", flag_values=f)

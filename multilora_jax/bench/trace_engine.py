@@ -64,7 +64,7 @@ def measure(
         ranks: of the adapters, in turn.
         num_adapters: the most that a case has.
         cases: what is run.
-        settings: of the report; "rounds" is used.
+        settings: of the report; "rounds" and "seeds" are used.
         targets: projections of the adapters, a key of TARGETS.
         folder: of the adapters, see adapter_set.
 
@@ -86,12 +86,13 @@ def measure(
         engine.warm_up()
         server = EngineServer(engine, register(engine, at))
         rows: list[list[dict[str, Any]]] = [[] for _ in cases]
-        for number in range(settings["rounds"]):
+        for number in range(settings["rounds"] * settings["seeds"]):
             order = [(number + i) % len(cases) for i in range(len(cases))]
             for place in order:
                 case = cases[place]
                 server.prepare(config, case)
-                rows[place].append(row_of(replay(server, make_trace(case.spec)), objective_s))
+                trace = make_trace(case.spec_of(number % settings["seeds"]))
+                rows[place].append(row_of(replay(server, trace), objective_s))
                 shown = case.row(settings["sweep"])
                 logging.info("round %d, %s: attainment %.3f", number + 1, shown, rows[place][-1]["attainment"])
         check_sound(engine)

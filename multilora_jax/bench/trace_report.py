@@ -106,10 +106,32 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     swept = report["config"]["sweep"]
     columns = {swept: "g", **COLUMNS} if swept else COLUMNS
     lines = [table(report["rows"], columns), *report["config"]["notes"]]
+    lines += _differences(report["rows"], swept)
     errors = sum((Counter(row["errors"]) for row in report["rows"]), Counter())
     if errors:
         told = ", ".join(f"{count} {reason}" for reason, count in errors.most_common())
         lines.append(f"requests without a whole answer, by reason: {told}")
+    return lines
+
+
+def _differences(rows: Sequence[Mapping[str, Any]], swept: str | None) -> list[str]:
+    """Of several runs of each case: attainment against the policy before, run by run, so that a trace's luck cancels
+    out."""
+    lines, last = [], dict[Any, Mapping[str, Any]]()
+    for row in rows:
+        case = row["pool"], row[swept] if swept else None
+        before, last[case] = last.get(case), row
+        if before is None or "by_round" not in row:
+            continue
+        pairs = zip(row["by_round"], before["by_round"], strict=True)
+        gains = [mine["attainment"] - other["attainment"] for mine, other in pairs]
+        error = statistics.stdev(gains) / len(gains) ** 0.5
+        at = f" at {swept} {row[swept]:g}" if swept else ""
+        at += "" if row["pool"] == "unified" else f" ({row['pool']} pool)"
+        lines.append(
+            f"attainment of {row['policy']} less that of {before['policy']}{at}: {statistics.mean(gains):+.3f} on "
+            f"average of {len(gains)} runs (standard error {error:.3f}, {min(gains):+.3f} to {max(gains):+.3f})"
+        )
     return lines
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
 from typing import Any
 
 from multilora_jax.engine.admission import ActiveAdapters, Obstacle
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.policies.base import Entry, Load, Policy
+from multilora_jax.engine.policies.crowd import EvenFlow
 from multilora_jax.engine.policies.gate import Gate
 from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig
 from multilora_jax.engine.waiting import WaitingQueue
@@ -27,6 +30,7 @@ class Entrance:
         kv, cache: the pool's books.
 
     Attributes:
+        flow: is told of every step.
         stalled: of the last `admit`: the sequence that could not get its adapters in while nobody behind it could run.
         waits_for_loads: whether a sequence waits for a load in flight.
     """
@@ -52,6 +56,7 @@ class Entrance:
         self._active = active
         self._kv = kv
         self._cache = cache
+        self.flow = EvenFlow(config.prompt_sizes or (config.max_num_batched_tokens,))
         self.stalled: Entry | None = None
         self.waits_for_loads = False
 
@@ -62,8 +67,26 @@ class Entrance:
             needed += sum(max(0, self._kv.pages_outstanding(entry.seq) - 1) for entry in self._running.values())
         return needed
 
-    def admit(self, step: ScheduledStep, budget: PrefillBudget, limit: int) -> None:
-        """Starts at most `limit` waiting sequences and puts them into the step."""
+    def restrain(self, budget: PrefillBudget) -> Collection[str]:
+        """The policy's crowd, whose part of the budget is cut to what it needs."""
+        crowd = self._policy.crowd(self._load)
+        if crowd:
+            budget.crowd = min(budget.crowd, self.flow.size(self._prompts_of_others(crowd)))
+        return crowd
+
+    def _prompts_of_others(self, crowd: Collection[str]) -> int:
+        """Pending prompt tokens of running sequences that are not of the crowd, and of those next to start."""
+        pending = [entry.seq.num_pending_tokens for entry in self._running.values() if entry.party not in crowd]
+        total = sum(n for n in pending if n > 1)
+        for entry in islice(self._waiting.in_order(), max(0, self._load.free_seats)):
+            if entry.party in crowd:
+                break
+            if self._active.obstacle(entry.seq.adapters) is None:
+                total += entry.seq.num_pending_tokens
+        return total
+
+    def admit(self, step: ScheduledStep, budget: PrefillBudget, limit: int, crowd: Collection[str] = ()) -> None:
+        """Starts at most `limit` waiting sequences and puts them into the step; see PrefillBudget for the `crowd`."""
         config, waiting, cache = self._config, self._waiting.in_order(), self._cache
         obstacles: dict[tuple[Any, ...], Obstacle] = {}  # admissions only take room, so they stay
         overtaken: list[tuple[Entry, int]] = []  # with the admissions made before it was passed over
@@ -92,6 +115,9 @@ class Entrance:
                     limit = left if left < limit else limit
                 passed += 1
                 continue
+            crowded = entry.party in crowd
+            if crowded and not budget.chunk(1, crowded=True):
+                continue  # its turn comes with the next step
             if self.pages_to_start(entry.seq) > cache.pages_available(beside=adapters + protect):
                 short_of_kv = True
                 break
@@ -99,15 +125,17 @@ class Entrance:
             started.append(entry)
             self._kv.attach(entry.seq)
             pending = entry.seq.num_pending_tokens
-            num_tokens = budget.chunk(pending)
+            num_tokens = budget.chunk(pending, crowded=crowded)
             self._start(entry, num_tokens, protect)
             if pending == 1:
                 step.decodes.append(entry.seq)
             else:
                 step.prefills.append((entry.seq, num_tokens))
-                budget.take(num_tokens)
+                budget.take(num_tokens, crowded=crowded)
         for entry in started:
             self._waiting.remove(entry)
+        if started:
+            self._gate.started(len(started), len(self._waiting), self._load.now)
         for entry, before in overtaken:
             entry.overtakes += admitted - before
         found = obstacles.values()
@@ -137,4 +165,3 @@ class Entrance:
         self._policy.admitted(entry, self._load)
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = self._load.now
-            self._gate.started(self._load.now)

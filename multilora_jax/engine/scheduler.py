@@ -28,7 +28,7 @@ their pages, and it may displace idle ones if it was overtaken too often or nobo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from multilora_jax.engine.admission import ActiveAdapters, AdmissionLimits
@@ -262,11 +262,15 @@ class Scheduler(SchedulerBooks):
         entrance.waits_for_loads = False
         paced = self._pacer is not None and any(e.seq.num_pending_tokens == 1 for e in self._running.values())
         budget = PrefillBudget.of(self.config, self._pacer.size() if self._pacer and paced else None)
-        self._schedule_running(step, budget)
+        crowd: Collection[str] = ()
+        if not self._policy.is_static:
+            self._take_stock()
+            crowd = entrance.restrain(budget)
+        self._schedule_running(step, budget, crowd)
         # A preemption says that pages are short: whoever were admitted now would be the next to lose them.
         load = self._take_stock()
         if self._waiting and not step.preempted:
-            entrance.admit(step, budget, load.free_seats)
+            entrance.admit(step, budget, load.free_seats, crowd)
         if not step.decodes and not step.prefills:
             # One that stalls may displace others: unless it gets its way before the next call, pages are lost.
             done = entrance.stalled is None or entrance.stalled is stalled
@@ -276,6 +280,7 @@ class Scheduler(SchedulerBooks):
                     f"{self._cache.order.num_pages} evictable of {self._allocator.num_total} pages"
                 )
             return None
+        entrance.flow.saw(step.num_prompt_tokens)
         add_proposals(step, self._kv, self.config.max_num_seqs)
         used = {adapter for seq in step.decodes for adapter in seq.adapters}
         used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
@@ -292,7 +297,7 @@ class Scheduler(SchedulerBooks):
             load.free_seats = self.num_free_seats
         return load
 
-    def _schedule_running(self, step: ScheduledStep, budget: PrefillBudget) -> None:
+    def _schedule_running(self, step: ScheduledStep, budget: PrefillBudget, crowd: Collection[str]) -> None:
         """Rule 1."""
         for entry in list(self._running.values()):
             if not entry.running:
@@ -303,13 +308,15 @@ class Scheduler(SchedulerBooks):
                 continue
             if pending < 1:
                 raise PoolIntegrityError(f"request {seq.request_id!r} runs but has no token to compute")
-            num_tokens = 1 if pending == 1 else budget.chunk(pending)
+            # The first is never held back: else a step could be empty.
+            crowded = entry.party in crowd and bool(step.decodes or step.prefills)
+            num_tokens = 1 if pending == 1 else budget.chunk(pending, crowded=crowded)
             if num_tokens and self._grow(entry, num_tokens, step):
                 if pending == 1:
                     step.decodes.append(seq)
                 else:
                     step.prefills.append((seq, num_tokens))
-                    budget.take(num_tokens)
+                    budget.take(num_tokens, crowded=entry.party in crowd)
 
     def _grow(self, entry: Entry, num_tokens: int, step: ScheduledStep) -> bool:
         """Get pages, preempting the newest while there are none; False if that was the sequence itself, or if some are

@@ -123,27 +123,31 @@ class PrefillBudget:
     Attributes:
         tokens: prompt tokens; blocks: prefill blocks; block: tokens of one.
         longest: most tokens of one prompt.
+        crowd: what is left of the tokens for those whom the policy restrains (Policy.crowd).
     """
 
     tokens: int
     blocks: int
     block: int
     longest: int
+    crowd: int
 
     @classmethod
     def of(cls, config: SchedulerConfig, most: int | None = None) -> PrefillBudget:
         """That of a whole step, or of one of at most so many prompt tokens."""
         tokens, block = config.max_num_batched_tokens, config.prefill_block
         tokens = tokens if most is None else min(most, tokens)
-        return cls(tokens, max_blocks(tokens, block), block, config.long_prefill_token_threshold or tokens)
+        return cls(tokens, max_blocks(tokens, block), block, config.long_prefill_token_threshold or tokens, tokens)
 
-    def chunk(self, num_pending: int) -> int:
-        """As many of a sequence's pending tokens as fit."""
-        return min(num_pending, self.tokens, self.blocks * self.block, self.longest)
+    def chunk(self, num_pending: int, *, crowded: bool = False) -> int:
+        """As many of a sequence's pending tokens as fit; of one of the crowd, where it is restrained."""
+        most = min(self.tokens, self.crowd) if crowded else self.tokens
+        return min(num_pending, most, self.blocks * self.block, self.longest)
 
-    def take(self, num_tokens: int) -> None:
+    def take(self, num_tokens: int, *, crowded: bool = False) -> None:
         """Uses up what a chunk needs."""
         self.tokens -= num_tokens
+        self.crowd = max(0, self.crowd - num_tokens) if crowded else self.crowd
         self.blocks -= -(-num_tokens // self.block)
 
 

@@ -18,10 +18,13 @@ log = logging.getLogger(__name__)
 DIGEST_DIGITS = 12
 MAX_PATH = 200
 _PROBES = OPEN_PATHS | {METRICS_PATH}
+_EXPECTED = frozenset({"starting", "draining"})
+"""What a probe is there to find out, every few seconds: no fault."""
 
 
 class RequestLog:
-    """Writes the line of a request that has ended: at level info, warning for a fault of the server, debug for probes.
+    """Writes the line of a request that has ended: at level info, warning for a fault of the server, debug for probes,
+    those among them that a starting or a draining server answers with 503.
 
     Args:
         config: its `log_requests`.
@@ -34,7 +37,9 @@ class RequestLog:
         """Writes the line."""
         if not self._on:
             return
-        level = logging.WARNING if _failed(call) else logging.DEBUG if call.path in _PROBES else logging.INFO
+        level = logging.DEBUG if call.path in _PROBES else logging.INFO
+        if _failed(call) and not (call.path in _PROBES and call.error in _EXPECTED):
+            level = logging.WARNING
         if log.isEnabledFor(level):
             log.log(level, "request", extra={"fields": line_of(call)})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from absl import flags as absl_flags
 
@@ -145,6 +146,29 @@ def test_the_command_in_simulated_time(tmp_path, capsys):
     assert report["config"]["trace"]["num_adapters"] == 20
     assert bench(QUICK + words) == 0  # simulated time is the same every time
     assert json.loads(out.read_text())["rows"] == rows
+
+
+def test_several_seeds_are_compared_trace_by_trace(tmp_path, capsys):
+    out, whole = tmp_path / "one.json", tmp_path / "all.json"
+    words = QUICK + "--policy fcfs,abort --pool unified,capped --sweep rate=8,12 "
+    alone = []
+    for seed in (5, 6, 7):
+        assert bench(f"{words} --trace-seed {seed} --json {out}") == 0
+        assert "less that" not in capsys.readouterr().out
+        alone.append([row["attainment"] for row in json.loads(out.read_text())["rows"]])
+    assert bench(f"{words} --trace-seed 5 --seeds 3 --json {whole}") == 0
+    rows = json.loads(whole.read_text())["rows"]
+    by_case = [list(values) for values in zip(*alone, strict=True)]
+    assert [[run["attainment"] for run in row["by_round"]] for row in rows] == by_case
+    assert [row["attainment"] for row in rows] == [sorted(values)[1] for values in by_case]
+    gains = [abort - fcfs for fcfs, abort in zip(by_case[1], by_case[3], strict=True)]
+    told = [line for line in capsys.readouterr().out.splitlines() if "less that" in line]
+    assert [line.partition(":")[0] for line in told] == [
+        f"attainment of abort less that of fcfs at rate {rate}{pool}"
+        for rate in (8, 12) for pool in ("", " (capped pool)")
+    ]  # fmt: skip
+    expected = f"{np.mean(gains):+.3f} on average of 3 runs (standard error {np.std(gains, ddof=1) / 3**0.5:.3f}, "
+    assert expected + f"{min(gains):+.3f} to {max(gains):+.3f})" in told[1]
 
 
 @pytest.mark.parametrize(

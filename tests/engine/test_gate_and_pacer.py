@@ -1,9 +1,10 @@
-"""The gate to the queue and the pacer of steps, each by itself."""
+"""The gate to the queue, the pacer of steps and the even flow of prompts, each by itself."""
 
 from __future__ import annotations
 
 import pytest
 
+from multilora_jax.engine.policies.crowd import EvenFlow
 from multilora_jax.engine.policies.gate import Gate, Rate, retry_after
 from multilora_jax.engine.policies.pacer import StepPacer
 from multilora_jax.errors import RateLimitError
@@ -20,11 +21,50 @@ class TestGate:
     def test_retry_after_is_the_time_that_the_queue_takes_to_drain(self):
         gate = Gate(10, None)
         for i in range(200):
-            gate.started(0.5 * i)
+            gate.started(1, 10, 0.5 * i)
         with pytest.raises(RateLimitError) as info:
             gate.enter([], 10, 0, 99.5)
         assert info.value.retry_after_s == pytest.approx(5, abs=1)
         assert (retry_after(0.0), retry_after(7.2), retry_after(1e9)) == (1, 8, 60)
+
+    def retry(self, gate: Gate, num_waiting: int, now: float) -> int | None:
+        with pytest.raises(RateLimitError) as info:
+            gate.enter([], num_waiting, 0, now)
+        return info.value.retry_after_s
+
+    def test_an_idle_time_does_not_make_retry_after_longer(self):
+        gate = Gate(10, None)
+        for i in range(10):
+            gate.started(1, 9 - i, 0.5 * i)
+        assert self.retry(gate, 10, 4.5) == 5
+        gate.enter([], 0, 4, 1000.0)  # nobody waited for a quarter of an hour
+        gate.started(1, 0, 1000.0)
+        for i in range(10):
+            gate.enter([], i, 0, 1000.1)
+        assert self.retry(gate, 10, 1000.2) == 5
+        gate.started(4, 6, 1000.3)  # into empty seats: no sign of how fast full ones come free
+        assert self.retry(gate, 10, 1000.4) == 6
+        gate.started(1, 9, 1002.3)  # 2 s after the one before it
+        assert self.retry(gate, 10, 1002.3) == 7
+
+    def test_neither_does_one_after_which_everybody_hung_up(self):
+        gate = Gate(10, None)
+        gate.started(1, 5, 0.0)
+        gate.started(1, 4, 0.5)  # and then those four left
+        gate.enter([], 0, 0, 1000.0)
+        assert self.retry(gate, 10, 1000.1) == 5
+
+    def test_requests_that_never_had_to_wait_say_nothing_about_a_full_server(self):
+        gate = Gate(10, None)
+        for i in range(100):
+            gate.enter([], 0, 4, 10.0 * i)
+            gate.started(1, 0, 10.0 * i)
+        assert self.retry(gate, 10, 1000.0) == 1
+
+    def test_a_server_that_starts_nobody_says_so(self):
+        gate = Gate(10, None)
+        gate.started(4, 6, 0.0)
+        assert self.retry(gate, 10, 3.0) == 30
 
     def test_rates_are_counted_by_adapter(self):
         gate = Gate(None, Rate(2.0, burst=3))
@@ -116,3 +156,27 @@ class TestPacer:
         for _ in range(100):
             pacer.saw_decodes(4, 0.02)
         assert not caplog.records
+
+
+class TestEvenFlow:
+    SIZES = (16, 64, 256)
+
+    def test_the_size_is_that_of_the_mean_and_a_quarter(self):
+        for mean, size in ((10, 16), (12, 16), (14, 64), (50, 64), (60, 256), (300, 256)):
+            flow = EvenFlow(self.SIZES)
+            for _ in range(400):
+                flow.saw(mean)
+            assert flow.size() == size, mean
+
+    def test_a_flow_that_was_held_back_too_much_finds_its_size(self):
+        flow, sizes = EvenFlow(self.SIZES), []
+        for _ in range(300):  # there is always more
+            sizes.append(flow.size())
+            flow.saw(sizes[-1])
+        assert sizes == sorted(sizes)
+        assert sizes[-1] == 256
+        assert sizes.index(256) < 150
+
+    def test_it_gives_way_to_others_in_every_second_step_at_most(self):
+        flow = EvenFlow(self.SIZES)
+        assert [flow.size(10), flow.size(10), flow.size(40), flow.size(), flow.size(99)] == [6, 16, 0, 16, 0]

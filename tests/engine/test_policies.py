@@ -192,6 +192,22 @@ class TestFair:
         line.add("v", adapter="b")
         assert line.order() == "uv"
 
+    def test_a_crowd_is_who_has_its_share_beside_one_that_has_not(self):
+        fair = Fair({}, output_cost=0.0)
+        line = Line(fair, max_num_seqs=6)
+        for name in "pqrs":
+            line.add(name, adapter="a")
+        for name in "pqr":
+            line.admit(name)
+        assert fair.crowd(line.load) == ()  # alone it may take all
+        line.add("u", adapter="b")
+        assert fair.crowd(line.load) == {"a"}  # three of six, and two are its share
+        line.admit("u")
+        assert fair.crowd(line.load) == {"a"}
+        line.add("v", adapter="b")
+        line.admit("v")
+        assert fair.crowd(line.load) == ()  # nobody has less than is its due
+
     def test_counters_of_parties_long_gone_are_forgotten(self):
         fair = Fair({})
         line = Line(fair)
@@ -200,6 +216,7 @@ class TestFair:
             line.entries.clear()
             fair.left(entry, line.load)
         assert len(fair.counters) < 3000
+        assert not fair._waiting
 
 
 class TestAbort:
@@ -209,7 +226,6 @@ class TestAbort:
                 line.add("n")
             for _ in range(n):
                 line.policy.admitted(line.entries.pop(0), line.load)
-            line.load.num_waiting = len(line.entries) + n  # as it was before they started
             for _ in range(10):
                 line.plan()
 
@@ -223,6 +239,56 @@ class TestAbort:
         self.rounds(line, 8, 8, 8, arriving=4)
         line.add("y")
         assert line.order()[-1] == "y"
+
+    def test_who_was_given_up_counts_among_those_that_came(self):
+        """S-LoRA weighs the requests since the last batch, whatever has become of them by now."""
+        line = Line(Abort(6.0))
+        line.load.running = {"r": line.add("r")}
+        for _ in range(3):
+            for _ in range(9):
+                line.add("n")
+            line.entries = line.entries[-4:]  # the others waited for too long
+            self.rounds(line, 2, arriving=0)
+        line.add("z")
+        assert line.order()[0] == "z"
+
+    def test_rounds_without_an_admission_are_one(self):
+        line = Line(Abort(6.0))
+        line.load.running = {"r": line.add("r")}
+        line.entries.clear()
+        for _ in range(40):
+            line.add("n")
+        self.rounds(line, 8, 8, 8, 8, arriving=4)
+        line.add("y")
+        assert line.order()[-1] == "y"
+        self.rounds(line, 0, 0, 0, arriving=4)  # twelve since eight were admitted
+        line.add("z")
+        assert line.order()[0] == "z"
+
+    def test_one_that_was_preempted_is_not_admitted_twice(self):
+        policy = Abort(6.0)
+        line = Line(policy)
+        entry = line.add("x")
+        line.admit("x")
+        entry.seq.first_scheduled_time = 0.0
+        policy.admitted(entry, line.load)
+        assert policy._admitted == 1
+
+    def test_it_gives_up_earlier_where_first_tokens_take_longer_than_a_twelfth(self):
+        line = Line(Abort(1.2))
+        line.add("x")
+        line.load.now = 1.05
+        assert line.given_up() == ""
+        for i in range(200):
+            entry = line.add(f"r{i}")
+            line.admit(f"r{i}")
+            entry.seq.token_ids.append(2)
+            entry.seq.first_scheduled_time = line.load.now - 0.4
+            line.plan(f"r{i}")
+        line.load.now = 0.79
+        assert line.given_up() == ""
+        line.load.now = 0.81
+        assert line.given_up() == "x"
 
     def test_it_gives_up_a_twelfth_of_the_objective_early(self):
         line = Line(Abort(6.0))

@@ -13,11 +13,12 @@ from multilora_jax.engine.policies.cluster import Cluster
 from multilora_jax.engine.policies.fair import Fair
 from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
 from multilora_jax.errors import UserError
+from multilora_jax.request import FinishReason
 from tests.engine.scheduler_bench import Bench, FakeAdapter, ran
 
 NAMES = sorted(POLICIES)
 NUM_ADAPTERS = 5
-# rounds since the one before, prompt and new tokens, adapters, priority, tenant, continuations
+# rounds since the one before, prompt and new tokens, adapters, priority, tenant, continuations, what else happens then
 REQUESTS = st.tuples(
     st.sampled_from([0, 0, 0, 1, 4]),
     st.integers(1, 40),
@@ -26,6 +27,7 @@ REQUESTS = st.tuples(
     st.sampled_from([0, 0, 0, 1]),
     st.sampled_from(["", "x", "y"]),
     st.sampled_from([1, 1, 1, 1, 2]),
+    st.sampled_from([None, None, None, None, "abort", "swap", "evict"]),
 )
 OPTIONS = st.fixed_dictionaries({
     "num_pages": st.integers(14, 40), "max_num_seqs": st.integers(1, 6), "max_loras": st.sampled_from([None, 1, 2]),
@@ -76,10 +78,10 @@ def test_every_request_ends_and_nothing_is_left(
     ))  # fmt: skip
     bench = Bench(scheduling=policy, prompt_sizes=(8, 16, 32), **options)
     adapters = [FakeAdapter(f"a{i}", 1 + i % 3, rank=1 + 7 * (i % 4), digest=str(i)) for i in range(NUM_ADAPTERS)]
-    live: dict[str, list[Any]] = {}
+    everyone, live = set(adapters), dict[str, list[Any]]()
     at, num_rounds = 0, 0
     refusals: dict[str, bool] = {}
-    for i, (pause, prompt, output, which, priority, tenant, n) in enumerate(requests):
+    for i, (pause, prompt, output, which, priority, tenant, n, event) in enumerate(requests):
         at += pause
         while num_rounds < at:
             num_rounds += 1
@@ -89,6 +91,8 @@ def test_every_request_ends_and_nothing_is_left(
             live[f"r{i}"] = bench.add_all(f"r{i}", [1] * prompt, output, mix, priority, None, n, tenant)
         except UserError as error:
             refusals[error.reason] = error.retry_after_s is not None
+        happen(event, i, bench, adapters)
+        everyone.update(adapters)
     most = 400 + 60 * len(requests)  # rounds: far more than tokens and loads take one after the other
     for _ in range(most):
         if not bench.scheduler._live:
@@ -101,9 +105,23 @@ def test_every_request_ends_and_nothing_is_left(
     assert all(seq.finished and not seq.page_ids for family in live.values() for seq in family)
     if name not in ("abort", "deadline") or objective == 100:
         assert not bench.given_up
-    assert not any(bench.cache.references(adapter) for adapter in adapters)
+    assert not any(bench.cache.references(adapter) for adapter in everyone)
     assert not bench.scheduler.active.users
     check_forgotten(policy)
+
+
+def happen(event: str | None, number: int, bench: Bench, adapters: list[FakeAdapter]) -> None:
+    """A client hangs up, an adapter gets a new version while requests for the old one are live, idle ones go."""
+    live = sorted(bench.scheduler._live)
+    if event == "abort" and live:
+        bench.scheduler.abort(live[number % len(live)])
+    elif event == "swap":
+        old = adapters[number % NUM_ADAPTERS]
+        bench.cache.drop(old)
+        adapters[number % NUM_ADAPTERS] = FakeAdapter(old.name, old.num_pages, rank=old.rank, digest=f"new{number}")
+    elif event == "evict":
+        bench.evict_all()
+    bench.scheduler.check_integrity()
 
 
 def one_round(bench: Bench, live: dict[str, list[Any]]) -> None:
@@ -112,7 +130,7 @@ def one_round(bench: Bench, live: dict[str, list[Any]]) -> None:
     given_up = {request_id for request_id, _ in bench.given_up}
     assert all(error.reason == "first_token_objective" for _, error in bench.given_up)
     for family in live.values():
-        ids = {seq.request_id for seq in family}
+        ids = {seq.request_id for seq in family if seq.finish_reason is not FinishReason.ABORT}
         assert not ids & given_up or (ids <= given_up and all(seq.first_scheduled_time is None for seq in family))
     if step is not None:
         check_step(bench, step)

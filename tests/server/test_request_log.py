@@ -7,10 +7,13 @@ import json
 import logging
 import sys
 
+import httpx
 import pytest
 
+from multilora_jax.config import EngineConfig
 from multilora_jax.errors import OverloadedError
 from multilora_jax.logs import JsonFormatter, TextFormatter, log_to_stderr
+from multilora_jax.server.app import create_app
 from tests.server.harness import wait_for
 from tests.server.keyed import KEYS, bearer, keyed_server
 
@@ -78,6 +81,20 @@ async def test_probes_are_told_to_those_who_debug_only(server, lines):
     assert {line["level"] for line in lines()} == {"DEBUG"}
     await server.client.get("/v1/models")
     assert lines()[-1]["level"] == "INFO"
+
+
+async def test_probes_of_a_server_that_starts_or_drains_are_no_warnings(server, lines):
+    """They come every few seconds, and find out what they are for; work that is refused meanwhile is another matter."""
+    app = create_app(None, EngineConfig(model="fake"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await client.get(path)).status_code == 503
+        assert {(line["error"], line["level"]) for line in lines()} == {("starting", "DEBUG")}
+        await client.post(PATH, json={"model": "base", "prompt": "hi"})
+        assert (lines()[-1]["error"], lines()[-1]["level"]) == ("starting", "WARNING")
+    server.app.state.context.calls.draining = True
+    assert (await server.client.get("/ready")).status_code == 503
+    assert (lines()[-1]["error"], lines()[-1]["level"]) == ("draining", "DEBUG")
 
 
 async def test_lines_can_be_turned_off(make_server, lines):

@@ -11,7 +11,7 @@ stand in `Load.now`, so that a simulation may run on a clock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -99,6 +99,12 @@ class Policy:
         """Those of the fresh waiting sequences that are not worth serving any more, and what their callers are told.
 
         Asked once before each step.
+        """
+        return ()
+
+    def crowd(self, load: Load) -> Collection[str]:
+        """Parties that hold more than is theirs beside others that do not: of a step's prompt tokens they get what
+        an even flow of them needs, so that the others' steps stay short (policies.crowd). Asked once before each step.
         """
         return ()
 

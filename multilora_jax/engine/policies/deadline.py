@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from multilora_jax.engine.policies.abort import gave_up
 from multilora_jax.engine.policies.base import Entry, Load, Policy
+from multilora_jax.engine.policies.first_token import FirstTokenTime
 from multilora_jax.engine.step_plan import ScheduledStep
 from multilora_jax.errors import UserError
 
 _STEP = 0.05
-"""Weight of the newest value in the moving averages."""
+"""Weight of the newest value in the moving average."""
 
 _MAX_PARTIES = 4096
 
@@ -36,14 +37,14 @@ class Deadline(Policy):
     def __init__(self, objective_s: float, output_cost: float = 4.0) -> None:
         self._objective_s = objective_s
         self._output_cost = output_cost
-        self._to_first = self._spread = 0.0  # seconds from start to first token, and how far they lie around that
+        self._to_first = FirstTokenTime()
         self._used: dict[str, float] = {}  # share of max_tokens, by party
 
     def order(self, entries: SequenceABC[Entry], load: Load) -> SequenceABC[Entry]:
         return sorted(entries, key=self._work)
 
     def give_up(self, entries: SequenceABC[Entry], load: Load) -> SequenceABC[tuple[Entry, UserError]]:
-        latest = load.now - max(self._objective_s / 2, self._objective_s - self._to_first - 2 * self._spread)
+        latest = load.now - self._objective_s + self._to_first.at_most(self._objective_s)
         late = [entry for entry in entries if entry.seq.arrival_time <= latest]
         return [(entry, gave_up(entry, self._objective_s, load)) for entry in late]
 
@@ -58,11 +59,7 @@ class Deadline(Policy):
             del self._used[next(iter(self._used))]
 
     def planned(self, step: ScheduledStep, load: Load) -> None:
-        for seq in step.decodes:
-            if seq.num_tokens + seq.num_in_flight == seq.num_prompt_tokens + 1 and seq.first_scheduled_time is not None:
-                seconds = load.now - seq.first_scheduled_time
-                self._to_first += _STEP * (seconds - self._to_first)
-                self._spread += _STEP * (abs(seconds - self._to_first) - self._spread)
+        self._to_first.planned(step, load)
 
     def _work(self, entry: Entry) -> float:
         seq = entry.seq

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import ClassVar
 
@@ -43,7 +43,7 @@ class Fair(Policy):
         self._spare_seats = spare_seats
         self.counters: dict[str, float] = {}
         self._queued: set[Entry] = set()
-        self._waiting: Counter[str] = Counter()  # how many of them each party has
+        self._waiting: Counter[str] = Counter()  # how many of them each party has, those with none left out
         self._last = 0.0  # counter of whoever was the last to wait
 
     def order(self, entries: SequenceABC[Entry], load: Load) -> SequenceABC[Entry]:
@@ -76,10 +76,20 @@ class Fair(Policy):
             heapq.heapreplace(heap, (counters[party], running[party], queue[place].order, party, place))
         return ordered
 
+    def crowd(self, load: Load) -> Collection[str]:
+        """Those that hold their share of the seats, while somebody is there who holds less."""
+        running = Counter(entry.party for entry in load.running.values())
+        parties = {*running, *self._waiting}
+        if len(parties) < 2:
+            return ()
+        most = self._shares(parties, load)
+        crowd = {party for party, seats in running.items() if seats >= most[party]}
+        return crowd if len(crowd) < len(parties) else ()
+
     def joined(self, entry: Entry, load: Load) -> None:
         party = entry.party
         if not self._waiting[party]:
-            floor = min((self.counters[other] for other, n in self._waiting.items() if n), default=self._last)
+            floor = min((self.counters[other] for other in self._waiting), default=self._last)
             self.counters[party] = max(self.counters.get(party, 0.0), floor)
             if len(self.counters) > 2 * (_MAX_IDLE + len(self._queued)):
                 self._forget_the_idle()
@@ -108,6 +118,8 @@ class Fair(Policy):
     def _dequeue(self, entry: Entry) -> None:
         self._queued.remove(entry)
         self._waiting[entry.party] -= 1
+        if not self._waiting[entry.party]:
+            del self._waiting[entry.party]
         self._last = self.counters[entry.party]
 
     def _shares(self, parties: set[str], load: Load) -> dict[str, float]:
@@ -118,6 +130,6 @@ class Fair(Policy):
 
     def _forget_the_idle(self) -> None:
         """Drops the counters of parties without a waiting sequence, the highest excepted: a new one starts level."""
-        idle = sorted((c, party) for party, c in self.counters.items() if not self._waiting[party])
+        idle = sorted((c, party) for party, c in self.counters.items() if party not in self._waiting)
         for _, party in idle[:-_MAX_IDLE]:
-            del self.counters[party], self._waiting[party]
+            del self.counters[party]

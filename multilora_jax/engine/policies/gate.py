@@ -58,11 +58,18 @@ class Gate:
         self._max_queued = max_queued
         self._rate = rate
         self.refused: Counter[str] = Counter()
-        self._starts: deque[float] = deque(maxlen=_STARTS_KEPT)
+        self._gaps: deque[float] = deque(maxlen=_STARTS_KEPT)  # seconds from start to start
+        self._last_start: float | None = None  # None where nobody has waited since
 
-    def started(self, now: float) -> None:
-        """A sequence left the queue to run."""
-        self._starts.append(now)
+    def started(self, num: int, num_waiting: int, now: float) -> None:
+        """So many sequences left the queue to run, and so many wait still.
+
+        Only the time from one start to the next counts in which somebody waited: what an idle server takes says
+        nothing about how fast a full one goes on, and neither does how fast an empty one fills.
+        """
+        if num_waiting and self._last_start is not None:
+            self._gaps.extend([(now - self._last_start) / num] * num)
+        self._last_start = now if num_waiting else None
 
     def enter(self, adapters: Iterable[str], num_waiting: int, free_seats: int, now: float) -> None:
         """Lets a request in that is otherwise fine.
@@ -81,11 +88,14 @@ class Gate:
                 f"try again later",
                 reason="queue_full", param="max_queued_requests", retry_after_s=self._time_to_drain(num_waiting, now),
             )  # fmt: skip
-        if self._rate is None:
-            return
-        names = list(adapters)
+        if self._rate is not None:
+            self._take_tokens(self._rate, list(adapters), now)
+        if not num_waiting:
+            self._last_start = None
+
+    def _take_tokens(self, rate: Rate, names: list[str], now: float) -> None:
         for name in names:
-            seconds = self._rate.wait(name, now)
+            seconds = rate.wait(name, now)
             if seconds > 0:
                 self.refused["adapter_rate"] += 1
                 raise RateLimitError(
@@ -94,10 +104,9 @@ class Gate:
                     reason="adapter_rate", param="adapter_requests_per_s", retry_after_s=retry_after(seconds),
                 )  # fmt: skip
         for name in names:
-            self._rate.take(name, now)
+            rate.take(name, now)
 
     def _time_to_drain(self, num_waiting: int, now: float) -> int:
         """By when all that wait now will have started, if it goes on as it went lately."""
-        if len(self._starts) < 2:
-            return 1
-        return retry_after(num_waiting * (now - self._starts[0]) / len(self._starts))
+        since = 0.0 if self._last_start is None else now - self._last_start
+        return retry_after(num_waiting * (sum(self._gaps) + since) / max(1, len(self._gaps)))
