@@ -112,6 +112,9 @@ def test_every_case_of_a_base_and_two_replicas_of_four_devices(golden_tiny, tmp_
     assert sorted(seen["two by four"]) == ["4/0", "4/1"]
     for where, facts in seen["two by four"].items():
         check_golden(facts, where)
+    for where, facts in seen["own rows"].items():
+        check_golden(facts, where)
+        assert facts["own_rows"] == [8]  # a third of the tokens are the base's
     facts = seen["replicated"]
     assert facts["right"] == [True] * 12
     assert facts["devices"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
