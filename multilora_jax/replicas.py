@@ -145,6 +145,7 @@ class ReplicatedEngine:
                 lambda replica=replica, pin=pinned and n == number: replica.add_lora(lora_request, pinned=pin)
                 for n, replica in enumerate(self.replicas)
             ],
+            first=number,  # where it is pinned is where it may be refused
         )
         with self._lock:
             self._placement.settle(lora_request.lora_name, number)
@@ -196,10 +197,14 @@ class ReplicatedEngine:
     def _emptiest(self) -> int:
         return min(range(len(self.replicas)), key=lambda n: self.replicas[n].num_live_requests)
 
-    async def _undoing(self, name: str, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-        """Makes the same change on every replica; where one refuses, those that did not know the name forget it."""
+    async def _undoing(self, name: str, calls: Sequence[Callable[[], Awaitable[T]]], first: int = 0) -> list[T]:
+        """Makes the same change on every replica, on the `first` before the others: what that one refuses changes
+        nothing anywhere. Where another refuses, those that did not know the name forget it."""
         known = {adapter.name for adapter in self.list_loras()}
-        results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+        done = await calls[first]()
+        others = [call for n, call in enumerate(calls) if n != first]
+        results: list[Any] = await asyncio.gather(*(call() for call in others), return_exceptions=True)
+        results.insert(first, done)
         errors = [result for result in results if isinstance(result, BaseException)]
         if not errors:
             return [result for result in results if not isinstance(result, BaseException)]

@@ -168,7 +168,8 @@ class StoredTensors:
                     f"{where} is {dtype}{list(shape)} and {MANIFEST_FILE} says {tensor.dtype.name}"
                     f"{list(tensor.shape)}: the files are of two checkpoints, or were changed; {_AGAIN}"
                 )
-            if store.spec().to_json()["metadata"].get("compressor") is not None:
+            codec = store.codec
+            if codec is None or codec.to_json().get("compressor") is not None:
                 raise _corrupt(f"{where} is compressed, which no conversion does: {_AGAIN}")
             self._stores[name] = store
 

@@ -61,6 +61,8 @@ LEVELS = {
     "multilora_jax.engine.program_keys": 5,
     "multilora_jax.engine.hosts": 5,
     "multilora_jax.engine.programs": 5,
+    "multilora_jax.engine.own_rows": 5,
+    "multilora_jax.engine.warm_up": 5,
     "multilora_jax.engine.model_runner": 5,
     "multilora_jax.engine": 6,
     "multilora_jax.llm": 7,

@@ -111,6 +111,27 @@ async def test_a_refused_adapter_is_known_to_none(two):
     assert fakes[0].list_loras() == []
 
 
+@pytest.mark.parametrize("home", [0, 1])
+async def test_a_replacement_that_is_refused_is_made_nowhere(two, home):
+    """There may be no room to pin it: every replica goes on with the version before."""
+    engine, fakes = two
+    for number in range(home + 1):
+        await engine.add_lora(lora("ab"[number]))  # each goes to the emptiest
+        await engine.submit("hi", LONG, f"r{number}", lora_request=lora("ab"[number]))
+    name = "ab"[home]
+    versions = [fake.adapters.registry.get(name).digest for fake in fakes]
+
+    def refuse(*_, **__):
+        raise UserError("no room", reason="pin_limit")
+
+    fakes[home].add_lora = refuse
+    other = LoRARequest(name, ord(name), str(GOLDEN / "cases" / "rank1"), load_inplace=True)
+    with pytest.raises(UserError, match="no room"):
+        await engine.add_lora(other, pinned=True)
+    assert [fake.adapters.registry.get(name).digest for fake in fakes] == versions
+    engine.shutdown(drain=False)
+
+
 async def test_figures_add_up_and_are_labelled_by_replica(two):
     engine, _ = two
     outputs = await asyncio.gather(

@@ -38,10 +38,13 @@ def make_mesh(tensor_parallel_size: int, replica: int = 0, num_replicas: int = 1
     """Mesh ("data", "model") of one replica: row `replica` of the first devices laid out [num_replicas, tp]."""
     devices, tp = jax.devices(), tensor_parallel_size
     if len(devices) < tp * num_replicas:
-        copies = f" with data_parallel_size {num_replicas} needs {tp * num_replicas} devices"
+        wanted, kind = tp * num_replicas, devices[0].platform
+        copies = f" with data_parallel_size {num_replicas} needs {wanted} devices"
+        virtual = f", or let the CPU stand for {wanted}: XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
         raise ConfigError(
             f"tensor_parallel_size {tp}{copies if num_replicas > 1 else ' needs as many devices'}, jax sees "
-            f"{len(devices)} ({devices[0].platform})", reason="too_few_devices", param="tensor_parallel_size",
+            f"{len(devices)} ({kind}): lower it{virtual if kind == 'cpu' else ''}",
+            reason="too_few_devices", param="data_parallel_size" if num_replicas > 1 else "tensor_parallel_size",
         )  # fmt: skip
     grid = np.asarray(devices[: tp * num_replicas]).reshape(num_replicas, tp)
     return Mesh(grid[replica : replica + 1], ("data", "model"))

@@ -27,14 +27,15 @@ from multilora_jax.engine.edits import build_edits, empty_edits
 from multilora_jax.engine.host_memory import release_freed_memory
 from multilora_jax.engine.hosts import Hosts
 from multilora_jax.engine.in_place_rows import InPlaceRows
-from multilora_jax.engine.programs import Programs
+from multilora_jax.engine.own_rows import OwnRows
+from multilora_jax.engine.programs import Programs, layers_key
 from multilora_jax.engine.rank_rows import HostTables, row_buckets
-from multilora_jax.engine.row_buffers import ATTENTION, PagesOf, RowBuffers
+from multilora_jax.engine.row_buffers import PagesOf, RowBuffers
 from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.engine.warm_up import program_keys
 from multilora_jax.lora.adapter import Adapter
 from multilora_jax.lora.layout import Reach
 from multilora_jax.lora.residency import PageWrite
-from multilora_jax.memory.geometry import MODULES
 from multilora_jax.memory.pool import make_pool
 from multilora_jax.models.base_tensors import BaseTensors
 from multilora_jax.models.batch import ForwardBatch, LoRARows, SamplingEdits, UnitTable, VocabInputs
@@ -55,16 +56,18 @@ class ModelRunner:
         max_num_seqs, max_prompt_tokens: largest step.
         max_model_len: longest sequence, in tokens.
         max_rank_rows: most rank rows of a step; 0 serves the base alone.
+        max_lora_rank: most of an adapter.
         paced: whether steps with prompts are needed in more sizes, see batch.prompt_sizes.
 
     Attributes:
         loaded_bytes: bytes of adapters copied into the pool so far.
+        own_rows: what its steps sum over several devices.
         on_cpu: whether the model runs on this machine's own cores.
     """
 
     def __init__(
         self, model: Llama, mesh: Mesh, *, max_num_seqs: int, max_prompt_tokens: int, max_model_len: int,
-        max_rank_rows: int, paced: bool = False,
+        max_rank_rows: int, max_lora_rank: int = 0, paced: bool = False,
     ):  # fmt: skip
         self.spec: LlamaSpec = model.spec
         self.mesh = mesh
@@ -74,6 +77,9 @@ class ModelRunner:
         self._paced = paced
         self.width = table_width(max_model_len, self.spec.geometry)
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
+        # Virtual devices send each other nothing that is worth more programs.
+        sends = self.spec.geometry.tp > 1 and not (self.on_cpu and not self.spec.in_place)
+        self.own_rows = OwnRows(max_lora_rank if sends else 0)
         # On a CPU programs are of few layers and cheap to compile; elsewhere they are of all, and there are fewer.
         fine = self.on_cpu and not self.spec.in_place
         buckets = row_buckets(max_rank_rows, fine=fine) if max_rank_rows else []
@@ -145,23 +151,7 @@ class ModelRunner:
 
     def warm_up(self, *, progress: bool = True, threads: int = 2) -> None:
         """Compiles every program a step can need, with a progress bar, and runs each kind of step once."""
-        keys: list[tuple[Any, ...]] = []
-        for rows in (0, *self.rows.buckets):
-            for shape in self.plain_shapes(rows):
-                keys.append(("begin", shape, rows, False))
-                keys += [("layers", shape, rows, reach) for reach in self._plain(rows)]
-        finishes = ("finish", "finish_edited")
-        keys += [(finish, shape, False) for finish in finishes for shape in self.shapes] + [("logprobs", False)]
-        if self.spec.in_place:
-            keys += [("units",), ("insert_units",)] if self.rows.buckets else []
-        else:
-            for rows in self.rows.buckets:
-                keys += [("insert", rows, MODULES), ("insert", rows, ATTENTION), ("rows", rows)]
-        for rows in self.rows.buckets[-1:]:
-            keys += [("write_page",), ("read_page",), ("logprobs", True)]
-            for shape in self.extended_shapes:
-                keys += [("begin", shape, rows, True), ("layers", shape, rows, Reach.EXTENDED)]
-                keys += [(finish, shape, True) for finish in finishes]
+        keys = program_keys(self)
         pool = ThreadPoolExecutor(threads)
         try:
             futures = [pool.submit(self.programs.get, *key) for key in keys]
@@ -209,10 +199,9 @@ class ModelRunner:
                 lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
             arguments = self.params["top"], flat_N, self._sampled_S, lora, None
             x, inputs, *_ = self.programs.get("begin", shape, rows, False)(*arguments)
-            for reach in self._plain(rows):
-                part = list(map(attention_rows, buffers)) if rows and reach is Reach.ATTENTION else buffers
-                layers = self.programs.get("layers", shape, rows, reach)
-                x, self.pool = layers(weights, part, self.pool, first, x, inputs)
+            for key in self.plain_layers(shape, rows):
+                part = list(map(attention_rows, buffers)) if rows and key[3] is Reach.ATTENTION else buffers
+                x, self.pool = self.programs.get(*key)(weights, part, self.pool, first, x, inputs)
             x.block_until_ready()
 
     def write_pages(self, writes: Iterable[tuple[PageWrite, np.ndarray]]) -> None:
@@ -255,7 +244,8 @@ class ModelRunner:
             built.batch = self.rows.plan_step(built, plan)
         edits = functools.partial(build_edits, built.rows, built.shape.num_rows, self.spec)
         reach = max(plan.reach, self._plain(plan.bucket)[0])
-        return built, self._run(built.batch, built.shape, plan.bucket, reach, edits)
+        own_rows = self.own_rows.of(built, plan, self.rows)
+        return built, self._run(built.batch, built.shape, plan.bucket, reach, edits, own_rows)
 
     def _rows_of(self, adapter: Adapter) -> list[int]:
         assert isinstance(self.rows, RowBuffers)
@@ -303,6 +293,7 @@ class ModelRunner:
         rows: int,
         reach: Reach,
         make_edits: Callable[[], SamplingEdits | None],
+        own_rows: int = 0,
     ) -> StepOutput:
         # As it is: a program takes a numpy array in a few microseconds, a transfer before it costs hundreds.
         flat_N, lora, extended = pack(batch), None, reach is Reach.EXTENDED
@@ -311,7 +302,7 @@ class ModelRunner:
         top, programs, pool = self.params["top"], self.programs, self.pool if extended else None
         begin = programs.get("begin", shape, rows, extended)
         x, inputs, sampling, mixes = begin(top, flat_N, self._sampled_S, lora, pool)
-        layers = programs.get("layers", shape, rows, reach)
+        layers = programs.get(*layers_key(shape, rows, reach, own_rows))
         buffers: Any = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
         for weights, where, first in self._groups:
             own = buffers if isinstance(buffers, UnitTable) else buffers[where]
@@ -342,6 +333,11 @@ class ModelRunner:
             return [Reach.ATTENTION]
         both = self.on_cpu and not self.spec.in_place
         return [Reach.ATTENTION, Reach.PROJECTIONS] if both else [Reach.PROJECTIONS]
+
+    def plain_layers(self, shape: BatchShape, rows: int) -> list[tuple[Any, ...]]:
+        """Keys of all plain programs of layers of a size."""
+        sizes = [0, *self.own_rows.sizes(rows)]
+        return [layers_key(shape, rows, reach, own_rows) for reach in self._plain(rows) for own_rows in sizes]
 
     def _put(self, tree: Any) -> Any:
         if self.programs.hosts is not None:

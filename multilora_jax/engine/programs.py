@@ -64,6 +64,11 @@ def layer_group(num_layers: int, platform: str) -> int:
     return max(n for n in range(1, MAX_CPU_GROUP + 1) if num_layers % n == 0)
 
 
+def layers_key(shape: BatchShape, rows: int, reach: Reach, own_rows: int = 0) -> tuple[Any, ...]:
+    """Key of a program of layers, see Programs.get."""
+    return ("layers", shape, rows, reach, *([own_rows] if own_rows else []))
+
+
 class Programs:
     """Compiles programs once each; safe to use from several threads.
 
@@ -110,7 +115,7 @@ class Programs:
     def get(self, *key: Any) -> Any:
         """The program of a key, compiled now if it never was.
 
-        Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach),
+        Keys: ("begin", shape, rows, extended), ("layers", shape, rows, reach[, LlamaSpec.own_rows]),
         ("finish" | "finish_edited", shape, extended), ("insert", rows, modules), ("rows", rows), ("units",),
         ("insert_units",), ("write_page",), ("read_page",), ("new_pool",), ("logprobs", extended), where rows is the
         number of active rank rows and reach what their adapters change; an edited finish is for steps with a row that
@@ -191,10 +196,10 @@ class Programs:
         specs: Any = (POOL_SPEC, P(), P(), P())
         return VocabInputs(*specs) if extended else None
 
-    def _layers(self, shape: BatchShape, rows: int, reach: Reach) -> Any:
+    def _layers(self, shape: BatchShape, rows: int, reach: Reach, own_rows: int = 0) -> Any:
         n, layers, extended = self.group, self._params["layers"], reach is Reach.EXTENDED
         strip = attention_rows if reach is Reach.ATTENTION else lambda rows: rows
-        spec = self._step_spec(shape)
+        spec = replace(self._step_spec(shape), own_rows=own_rows)
         fn, arguments = self._start(shape, rows, extended, replace(spec, axis_name=None))
         # Without the pool: what adapters do to the embedding changes no shape.
         x, inputs, *_ = self.abstract(jax.eval_shape(fn, *arguments[:-1], None))

@@ -93,6 +93,13 @@ class RankRows:
         """The first row of each of its blocks."""
         return [block * ROW_BLOCK for block in self._blocks[adapter]]
 
+    def num_rows_X(self) -> np.ndarray:
+        """int[X], rows of the adapter in each slot, whole blocks; 0 where there is none."""
+        num_rows_X = np.zeros(num_slots(self.bucket), np.int64)
+        for adapter, slot in self._index.items():
+            num_rows_X[slot] = len(self._blocks[adapter]) * ROW_BLOCK
+        return num_rows_X
+
     def holds(self, adapter: Any) -> bool:
         """Whether all its rows are in the buffers."""
         return adapter in self._blocks and adapter not in self._missing

@@ -110,6 +110,7 @@ def load_model(config: EngineConfig, *, progress: bool, replica: int = -1) -> Lo
         max_prompt_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_rank_rows=config.max_rank_rows if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank,
         paced=config.target_step_ms is not None,
     )
     runner.join(hosts)

@@ -76,7 +76,7 @@ class InPlaceDeltas:
         rows = self._rows(spec, modules, self.inputs.scale_LMR, self.inputs.const_LMR, MODULES.index(modules[0]))
         return lora_delta(
             x_TI, self.pool, rows, self.plan, y_TO, unit=_unit(spec), axis_name=spec.axis_name,
-            implementation=spec.lora_backend, interpret=spec.interpret,
+            own_rows=spec.own_rows, implementation=spec.lora_backend, interpret=spec.interpret,
         )  # fmt: skip
 
     def gains(self, spec: LlamaSpec, modules: tuple[str, ...]) -> jax.Array:

@@ -39,6 +39,8 @@ class LlamaSpec:
         lora_backend: "xla" for products by copied rank rows, or the Pallas implementation of lora_delta, which reads
             adapters in place; that needs activations [T, features].
         interpret: whether Pallas kernels run in their interpreter, for tests without a GPU.
+        own_rows: with axis_name: rank rows that are summed over devices for each token, at least as many as its own
+            adapters have on average; 0: those of all adapters of the step.
     """
 
     config: ModelConfig
@@ -53,6 +55,7 @@ class LlamaSpec:
     attention_backend: str = "xla"
     interpret: bool = False
     lora_backend: str = "xla"
+    own_rows: int = 0
 
     @property
     def in_place(self) -> bool:

@@ -93,7 +93,8 @@ class LayerDeltas:
         if self.users is not None:
             deltas = lora_deltas_of_blocks(x, a, b_M, scale_MR, const_MR, self.users, **layout)
         else:
-            s = lora_shrink(x, a, scale_MR, mix_RT, const_MR, **layout)
+            own_rows = spec.own_rows if self.pieces is None else 0  # an average over all tokens of the step
+            s = lora_shrink(x, a, scale_MR, mix_RT, const_MR, own_rows=own_rows, **layout)
             deltas = [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
         return jnp.concatenate(deltas, spec.feature_axis)
 

@@ -21,7 +21,8 @@ from multilora_jax.adapters.host_base import read_model_config
 from multilora_jax.adapters.make import TARGETS
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine import devices
-from multilora_jax.engine.rank_rows import row_buckets
+from multilora_jax.engine.own_rows import OwnRows
+from multilora_jax.engine.rank_rows import ROW_BLOCK, row_buckets
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.layers import LlamaSpec
@@ -95,7 +96,7 @@ def plan_of(config: EngineConfig, model: ModelConfig, f: Any) -> tuple[Plan, Siz
         model, tp, dtype, sizes, num_pages=num_pages, usable_bytes=memory_gb and int(memory_gb * 1e9 * share),
         page_tokens=config.page_tokens, extra_vocab=config.max_extra_vocab if config.enable_lora else 0,
         quantization=config.quantization, num_adapters=f.num_adapters, rank=f.rank, modules=TARGETS[f.targets],
-        in_place=in_place,
+        in_place=in_place, max_lora_rank=own_rows_of(config, f),
     )  # fmt: skip
     return plan, sizes, dtype
 
@@ -110,7 +111,12 @@ def spec_of(config: EngineConfig, model: ModelConfig, plan: Plan, dtype: str, f:
     )  # fmt: skip
 
 
-def compiled(f: Any, mesh: Mesh, spec: LlamaSpec, sizes: Sizes) -> CompiledStep:
+def own_rows_of(config: EngineConfig, f: Any) -> int | None:
+    """Most rank rows of an adapter, where the devices sum for each token those of its own adapter."""
+    return None if f.device == "cpu" else -(-config.max_lora_rank // ROW_BLOCK) * ROW_BLOCK
+
+
+def compiled(f: Any, mesh: Mesh, spec: LlamaSpec, sizes: Sizes, max_lora_rank: int | None) -> CompiledStep:
     """The largest step of a plan, compiled."""
     step = StepSizes(sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len, sizes.max_rank_rows)
     with assumed(f.device, mesh):
@@ -123,7 +129,10 @@ def compiled(f: Any, mesh: Mesh, spec: LlamaSpec, sizes: Sizes) -> CompiledStep:
                 )  # fmt: skip
             programs.group = f.compile_layers
         rows = buckets[-1] if buckets else 0
-        return compile_step(programs, shapes[-1], rows, lambda line: print(line, file=sys.stderr, flush=True))
+        own_rows = OwnRows(max_lora_rank or 0).sizes(rows)[-1:] if spec.geometry.tp > 1 else []
+        return compile_step(
+            programs, shapes[-1], rows, lambda line: print(line, file=sys.stderr, flush=True), *own_rows
+        )  # fmt: skip
 
 
 def main(_: list[str]) -> int:
@@ -143,7 +152,9 @@ def main(_: list[str]) -> int:
     result: dict[str, Any] = {"model": config.base_name, "tp": tp, "dtype": dtype, "plan": asdict(plan)}
     peak = plan.peak
     if f.compile:
-        step = compiled(f, target_mesh(f.device, tp), spec_of(config, model, plan, dtype, f), sizes)
+        step = compiled(
+            f, target_mesh(f.device, tp), spec_of(config, model, plan, dtype, f), sizes, own_rows_of(config, f)
+        )
         buffered = 0 if plan.in_place else plan.rows
         next_rows = buffered * sizes.next_rank_rows // max(1, sizes.max_rank_rows + sizes.next_rank_rows)
         print(step_text(step, plan, next_rows, tp))

@@ -150,7 +150,11 @@ def adapter_pages(geometry: PoolGeometry, rank: int, modules: Iterable[str]) -> 
 
 
 def exchanges(model: ModelConfig, geometry: PoolGeometry, num_tokens: int, num_rows: int) -> tuple[Exchange, ...]:
-    """What the devices send each other in a step of T tokens with R rank rows; nothing on one device."""
+    """What the devices send each other in a step of T tokens; nothing on one device.
+
+    Args:
+        num_rows: R, rank rows that are summed for each token: those of its own adapters, or on CPUs of the whole step.
+    """
     tp, T, L = geometry.tp, num_tokens, model.num_layers
     if tp == 1:
         return ()
@@ -177,6 +181,7 @@ def make_plan(
     rank: int = 16,
     modules: tuple[str, ...] = MODULES,
     in_place: bool = False,
+    max_lora_rank: int | None = None,
 ) -> Plan:
     """Plans an engine.
 
@@ -189,6 +194,7 @@ def make_plan(
         usable_bytes: memory of each device; needed where num_pages is None.
         num_adapters, rank, modules: adapters that shall be in the pool together.
         in_place: whether kernels read adapters in the pool, instead of copies of their rank rows.
+        max_lora_rank: most rank rows of an adapter, where the devices sum for each token those of its own adapter.
 
     Raises:
         ConfigError: tp does not divide the model (`tensor_parallel_size`), or the devices are too small for it
@@ -212,9 +218,10 @@ def make_plan(
             reason="device_too_small", param="tensor_parallel_size",
         )  # fmt: skip
     geometry = replace(one, num_pages=num_pages)
+    summed = min(sizes.max_rank_rows, max_lora_rank or sizes.max_rank_rows)
     free = num_pages - 1 - num_adapters * each
     return Plan(
         weights, num_pages * geometry.page_bytes // tp, rows, temporaries, geometry.page_bytes, num_pages, each,
         num_adapters, max(0, free) * page_tokens if free >= 0 else -1,
-        exchanges(model, geometry, sizes.max_num_seqs, sizes.max_rank_rows), in_place,
+        exchanges(model, geometry, sizes.max_num_seqs, summed), in_place,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def slora_formula(num_devices: int, tokens: int, rank: int) -> float:
 
 
 def our_formula(num_devices: int, tokens: int, rows: int, modules: int) -> float:
-    """Elements that each device sends for adapters here: one all-reduce of [T, R] for each module."""
+    """Elements that each device sends for adapters here: one all-reduce of `rows` for each token and module."""
     return 2 * (num_devices - 1) / num_devices * tokens * rows * modules
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from multilora_jax.engine.batch import BatchShape
-from multilora_jax.engine.programs import Programs
+from multilora_jax.engine.programs import Programs, layers_key
 from multilora_jax.lora.layout import Reach
 from multilora_jax.plan.collectives import Collective, read_collectives
 from multilora_jax.plan.target import nbytes_per_device
@@ -56,16 +56,17 @@ class CompiledStep:
 
 
 def compile_step(
-    programs: Programs, shape: BatchShape, rows: int, tell: Callable[[str], None] = lambda _: None
+    programs: Programs, shape: BatchShape, rows: int, tell: Callable[[str], None] = lambda _: None, own_rows: int = 0
 ) -> CompiledStep:
     """Compiles a step with so many rank rows (0: the base alone) and reads what it takes.
 
     Args:
         programs: from `target_programs`.
         tell: hears which program is being compiled.
+        own_rows: see LlamaSpec.
     """
     reach = Reach.PROJECTIONS if rows else Reach.ATTENTION
-    keys = [("begin", shape, rows, False), ("layers", shape, rows, reach), ("finish", shape, False)]
+    keys = [("begin", shape, rows, False), layers_key(shape, rows, reach, own_rows), ("finish", shape, False)]
     num_layers = programs.spec.config.num_layers
     found = []
     for key in keys:

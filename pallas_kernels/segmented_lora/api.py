@@ -64,6 +64,7 @@ def lora_delta(
     *,
     unit: int,
     axis_name: str | None = None,
+    own_rows: int = 0,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -81,6 +82,8 @@ def lora_delta(
         unit: elements of a unit.
         axis_name: mesh axis over which I (of x and of the rows of A) and O are split: the projections are summed over
             it, one all-reduce.
+        own_rows: with axis_name: most rank rows that a token's own adapters have, on average over the T tokens. So
+            many are summed for each; rows beyond that are lost. 0: any number, and the sum is of all rows.
         implementation: see dispatch.IMPLEMENTATIONS; None leaves it to the device.
         interpret: run the kernels in Pallas' interpreter, on any device.
 
@@ -94,7 +97,8 @@ def lora_delta(
         TypeError, ValueError: what does not fit, by name.
         NotImplementedError: the implementation that was asked for cannot run here, or not in this shape.
     """
-    return _run(x_TI, (pool, pool), rows, plan, y_TO, (unit, unit), axis_name, implementation, interpret)
+    options = _Options((unit, unit), axis_name, own_rows, implementation, interpret)
+    return _run(x_TI, (pool, pool), rows, plan, y_TO, options)
 
 
 def lora_constants(
@@ -171,21 +175,22 @@ def lora_matmul(
     plan = trace_plan(jnp.asarray(segment_T), rank_A, R, tokens, tile_rows)
     row_R1 = jnp.arange(A * R, dtype=jnp.int32)[:, None]
     rows = RankRows(row_R1[None], row_R1, jnp.repeat(scale_A, R)[None], None, (out_dim,))
-    return _run(x_TI, (a_ARI, b_ARO), rows, plan, None, (in_dim, out_dim), None, implementation, interpret)
+    options = _Options((in_dim, out_dim), None, 0, implementation, interpret)
+    return _run(x_TI, (a_ARI, b_ARO), rows, plan, None, options)
 
 
 def _run(
     x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], rows: Rows, plan: Plan, y_TO: jax.Array | None,
-    units: tuple[int, int], axis_name: str | None, implementation: str | None, interpret: bool,
+    options: _Options,
 ) -> jax.Array:  # fmt: skip
-    check(x_TI, pools, rows, units)
+    check(x_TI, pools, rows, options.units)
     shape = (len(x_TI), sum(rows.out_dims))
     if y_TO is None:
         y_TO = jnp.zeros(shape, _F32)
     elif y_TO.shape != shape:
         raise ValueError(f"y is {list(y_TO.shape)}: for this x and these outputs it must be {list(shape)}")
     rows, plan = jax.tree.map(jnp.asarray, (rows, plan))
-    return _delta(_Options(units, axis_name, implementation, interpret), x_TI, pools, y_TO, rows, plan)
+    return _delta(options, x_TI, pools, y_TO, rows, plan)
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,7 @@ class _Options:
 
     units: tuple[int, int]
     axis_name: str | None
+    own_rows: int
     implementation: str | None
     interpret: bool
 
@@ -202,7 +208,7 @@ class _Options:
     ) -> jax.Array:
         return dispatch.call(
             "lora_delta", BACKENDS, x_TI, pools, rows, plan, y_TO, units=units, axis_name=self.axis_name,
-            implementation=self.implementation, interpret=self.interpret,
+            own_rows=self.own_rows, implementation=self.implementation, interpret=self.interpret,
         )  # fmt: skip
 
 

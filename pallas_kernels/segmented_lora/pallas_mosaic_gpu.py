@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.segmented_lora import pallas_triton
 from pallas_kernels.segmented_lora.blocks import divisor, power_of_two_divisor
+from pallas_kernels.segmented_lora.own_rows import sum_tiles
 from pallas_kernels.segmented_lora.plan import MIN_BLOCK, Plan, Segments
 from pallas_kernels.segmented_lora.rank_rows import Rows, Tables, as_compute
 
@@ -296,20 +297,23 @@ def delta(
     *,
     units: tuple[int, int],
     axis_name: str | None = None,
+    own_rows: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
     check_supported(units, x_TI.dtype)
-    for part in plan:
-        if part.block_tokens > MIN_BLOCK:
-            y_TO = pallas_triton.delta(
-                x_TI, pools, rows, (part,), y_TO, units=units, axis_name=axis_name, interpret=interpret
-            )
-            continue
-        s_ZMWCK = shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
-        if axis_name is not None:
-            s_ZMWCK = pallas_triton.sum_over_shards(s_ZMWCK, part, len(x_TI), Tables.of(rows).num_rows, axis_name)
-        y_TO = expand(s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret)
+    # Blocks of prompts are for tensor cores.
+    large = [part.block_tokens > MIN_BLOCK for part in plan]
+    parts = [
+        (pallas_triton.shrink if is_large else shrink)(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
+        for part, is_large in zip(plan, large, strict=True)
+    ]
+    if axis_name is not None:
+        parts = sum_tiles(parts, plan, len(x_TI), Tables.of(rows).num_rows, own_rows, axis_name)
+    for part, is_large, s_ZMWCK in zip(plan, large, parts, strict=True):
+        y_TO = (pallas_triton.expand if is_large else expand)(
+            s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret
+        )
     return y_TO
 
 

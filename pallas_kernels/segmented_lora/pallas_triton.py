@@ -25,6 +25,7 @@ from pallas_kernels.segmented_lora.blocks import (
     expand_blocks,
     shrink_blocks,
 )
+from pallas_kernels.segmented_lora.own_rows import sum_tiles
 from pallas_kernels.segmented_lora.plan import Plan, Segments
 from pallas_kernels.segmented_lora.rank_rows import Rows, Tables, as_compute, as_units
 
@@ -237,14 +238,15 @@ def delta(
     *,
     units: tuple[int, int],
     axis_name: str | None = None,
+    own_rows: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
     check_supported(units, x_TI.dtype)
-    for part in plan:
-        s_ZMWCK = shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
-        if axis_name is not None:
-            s_ZMWCK = sum_over_shards(s_ZMWCK, part, len(x_TI), Tables.of(rows).num_rows, axis_name)
+    parts = [shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret) for part in plan]
+    if axis_name is not None:
+        parts = sum_tiles(parts, plan, len(x_TI), Tables.of(rows).num_rows, own_rows, axis_name)
+    for part, s_ZMWCK in zip(plan, parts, strict=True):
         y_TO = expand(s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret)
     return y_TO
 
@@ -266,17 +268,3 @@ def check_supported(units: tuple[int, int], dtype: Any) -> None:
         raise NotImplementedError(f"the kernels take bfloat16, float16 and float32, not {jnp.dtype(dtype)}")
     for unit in units:
         check_unit(unit)
-
-
-def sum_over_shards(s_ZMWCK: jax.Array, part: Segments, num_tokens: int, num_rows: int, axis_name: str) -> jax.Array:
-    """The projections summed over parts and shards, [1, M, W, C, K]: the all-reduce is of [M, T, R] and no more.
-
-    A tile has room for C tokens, of which a decode often fills one.
-    """
-    live_W, place_K = part.num_rows_W[:, None], jnp.arange(part.tile_rows)
-    row_W1K = jnp.where(place_K < live_W, part.row_W[:, None] + place_K, num_rows)[:, None]
-    token_WC1 = jnp.asarray(part.token_NC)[part.block_W][:, :, None]
-    s_MWCK = s_ZMWCK.sum(0)
-    dense_MTR = jnp.zeros((len(s_MWCK), num_tokens, num_rows), _F32).at[:, token_WC1, row_W1K].set(s_MWCK, mode="drop")
-    dense_MTR = jax.lax.psum(dense_MTR, axis_name)
-    return dense_MTR.at[:, token_WC1, row_W1K].get(mode="fill", fill_value=0)[None]

@@ -74,6 +74,12 @@ Plan = tuple[Segments, ...]
 """All blocks of a batch: small ones (decodes) and, where the bucket has prompts, large ones. Each is a launch."""
 
 
+def count_own_rows(plan: Plan) -> int:
+    """Rank rows that the tokens of a batch meet, over all tokens (numpy leaves); see own_rows.packed_size."""
+    tokens = [(part.token_NC != NOBODY).sum(1)[part.block_W] for part in plan]
+    return int(sum((part.num_rows_W * tokens_W).sum() for part, tokens_W in zip(plan, tokens, strict=True)))
+
+
 def _segments(
     xp: Any,
     group_T: Any,

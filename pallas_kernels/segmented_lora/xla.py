@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.segmented_lora.own_rows import packed_size, sum_dense
 from pallas_kernels.segmented_lora.xla_blocks import is_blocked
 
 _F32 = jnp.float32
@@ -28,6 +29,7 @@ def lora_shrink(
     *,
     features_first: bool,
     axis_name: str | None = None,
+    own_rows: int = 0,
 ) -> jax.Array:
     """Project each token on all rank rows of M modules that share the input, and keep its own.
 
@@ -39,7 +41,8 @@ def lora_shrink(
         mix_RT: float32[R, T], the factor that token t puts on the adapter that owns row r: 1 for its own adapter,
             other numbers in a weighted mix, 0 for every other row.
         const_MR: float32[M, R], added to the scaled projection: 1 with scale 0 makes a row of B a bias.
-        axis_name: mesh axis over which I is sharded; the result is summed over it (one all-reduce of [M*R, T]).
+        axis_name: mesh axis over which I is sharded; the result is summed over it, in one all-reduce.
+        own_rows: see own_rows.packed_size; 0: that all-reduce is of [M*R, T].
 
     Returns:
         [M, R, T] if features_first else [M, T, R], in x's type.
@@ -55,7 +58,7 @@ def lora_shrink(
     if not features_first:
         mix_RT = mix_RT.T
     if axis_name is not None:
-        s = jax.lax.psum(s, axis_name)
+        s = sum_dense(s, mix_RT != 0, packed_size(mix_RT.size // R, R, own_rows), axis_name)
 
     def per_row(table_MR: jax.Array) -> jax.Array:
         return table_MR[:, :, None] if features_first else table_MR[:, None, :]

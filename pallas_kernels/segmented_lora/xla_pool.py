@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.segmented_lora.own_rows import packed_size, sum_dense
 from pallas_kernels.segmented_lora.plan import Plan
 from pallas_kernels.segmented_lora.rank_rows import RankRows, Rows, as_compute, as_units, whole
 
@@ -87,17 +88,18 @@ def delta(
     *,
     units: tuple[int, int],
     axis_name: str | None = None,
+    own_rows: int = 0,
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
     rows, T, dtype = whole(rows), len(x_TI), x_TI.dtype
     if axis_name is None and prefers_tiles(plan, T, rows.units_b_RV.shape[0], dtype):
         return delta_by_tiles(x_TI, pools, rows, plan, y_TO, units=units)
-    return delta_of_all_rows(x_TI, pools, rows, plan, y_TO, units=units, axis_name=axis_name)
+    return delta_of_all_rows(x_TI, pools, rows, plan, y_TO, units=units, axis_name=axis_name, own_rows=own_rows)
 
 
 def delta_of_all_rows(
     x_TI: jax.Array, pools: Sequence[jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array, *,
-    units: tuple[int, int], axis_name: str | None = None,
+    units: tuple[int, int], axis_name: str | None = None, own_rows: int = 0,
 ) -> jax.Array:  # fmt: skip
     """Dense products of all tokens with all rows, masked by owner."""
     T, dtype = len(x_TI), x_TI.dtype
@@ -107,7 +109,7 @@ def delta_of_all_rows(
     high = jax.lax.Precision.HIGHEST  # float32 in tensor cores would keep 10 bits
     s_MTR = jnp.einsum("ti,mri->mtr", x_TI, a_MRI, preferred_element_type=_F32, precision=high)
     if axis_name is not None:
-        s_MTR = jax.lax.psum(s_MTR, axis_name)
+        s_MTR = sum_dense(s_MTR, mix_TR != 0, packed_size(T, mix_TR.shape[1], own_rows), axis_name)
     s_MTR = jnp.where(mix_TR != 0, scaled(s_MTR, rows) * mix_TR, 0).astype(dtype)
     return _add_outputs(y_TO, s_MTR, b_RO, rows)
 

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 from multilora_jax.async_engine import AsyncEngine
+from multilora_jax.engine.own_rows import OwnRows
 from multilora_jax.engine.row_buffers import RowBuffers
 from multilora_jax.errors import ConfigError
 from multilora_jax.models.batch import SamplingBatch, SamplingEdits
@@ -35,6 +36,7 @@ from multilora_jax.request import LoRARequest, SamplingParams
 from tests.tiny_engine import LogitsRecorder, Request, greedy, make_adapter, make_engine, run_all, tokens_of
 
 NEW_TOKENS = 24
+OWN_CASES = ("all_linear", "qv", "rank1")
 
 
 def row_layers(runner):
@@ -44,10 +46,14 @@ def row_layers(runner):
 
 
 def run_base(
-    golden: Path, base: str, tp: int, only: tuple[str, ...] = (), **options: Any
+    golden: Path, base: str, tp: int, only: tuple[str, ...] = (), own_rank: int = 0, **options: Any
 ) -> tuple[list[list[int]], list[np.ndarray], dict[str, Any]]:
-    """(tokens, logits of every position, facts) of all or `only` some cases of a base in one mixed batch."""
+    """(tokens, logits of every position, facts) of all or `only` some cases of a base in one mixed batch.
+
+    With own_rank each token's own rows are summed, as on accelerators, if they are so many on average.
+    """
     engine = make_engine(golden / "bases" / base, tensor_parallel_size=tp, **options)
+    engine.runner.own_rows = OwnRows(own_rank)
     recorder = LogitsRecorder(engine)
     manifest = json.loads((golden / "manifest.json").read_text())
     loras: list[LoRARequest | None] = [None]
@@ -77,8 +83,15 @@ def run_base(
         "embed_shards": sorted({s.data.shape for s in runner.params["top"]["embed"].addressable_shards}),
         "a_qkv_shards": sorted({s.data.shape for s in row_layers(runner)[0].a_qkv.addressable_shards}),
         "pages_wrong": pages_wrong(engine),
+        "own_rows": own_sizes(engine),
     }
     return tokens, logits, facts
+
+
+def own_sizes(engine: Any) -> list[int]:
+    """LlamaSpec.own_rows of the layers that ran, 0 for those that summed all rows."""
+    layers = [key for key in engine.runner.programs._programs if key[0] == "layers" and key[2]]
+    return sorted({key[4] if len(key) > 4 else 0 for key in layers})
 
 
 def pages_wrong(engine: Any) -> int:
@@ -184,15 +197,15 @@ def split_sampling(tp: int) -> dict[str, Any]:
 
 
 def golden_base(
-    golden: Path, base: str, sizes: tuple[int, ...], only: tuple[str, ...] = (), replicas: int = 1
+    golden: Path, base: str, sizes: tuple[int, ...], only: tuple[str, ...] = (), replicas: int = 1, **options: Any
 ) -> dict[str, Any]:
     """Facts of a golden base by number of devices, against one device; of the last of so many replicas."""
-    one_tokens, one_logits, _ = run_base(golden, base, 1, only)
+    one_tokens, one_logits, _ = run_base(golden, base, 1, only, **options)
     result = {}
     for tp in sizes:
         for replica in range(replicas):
             where: dict[str, Any] = {"data_parallel_size": replicas, "replica": replica} if replicas > 1 else {}
-            tokens, logits, facts = run_base(golden, base, tp, only, **where)
+            tokens, logits, facts = run_base(golden, base, tp, only, **where, **options)
             facts["same_tokens"] = tokens == one_tokens
             facts["difference"] = max(float(np.abs(a - b).max()) for a, b in zip(logits, one_logits, strict=True))
             result[f"{tp}/{replica}" if where else str(tp)] = facts
@@ -271,6 +284,7 @@ def every_tied(golden: Path, models: Path, adapters: Path) -> dict[str, Any]:
         "tied": golden_base(golden, "tied", (2, 4)),
         "two by four": golden_base(golden, "tied", (4,), ("all_linear", "dora", "lm_head_tied"), replicas=2),
         "replicated": replicated(golden, 4),
+        "own rows": golden_base(golden, "tied", (2, 4), OWN_CASES, own_rank=8, max_rank_rows=64),
     }
 
 

@@ -69,8 +69,11 @@ def test_on_an_accelerator_the_pool_takes_what_is_left():
 def test_more_shards_than_devices_are_refused():
     assert devices.make_mesh(1).shape == {"data": 1, "model": 1}
     count = len(jax.devices())
-    with pytest.raises(ConfigError, match=f"with data_parallel_size {count + 1} needs {count + 1} devices, jax sees"):
-        devices.make_mesh(1, 0, count + 1)
+    more = count + 1
+    with pytest.raises(ConfigError, match=f"with data_parallel_size {more} needs {more} devices, jax sees") as error:
+        devices.make_mesh(1, 0, more)
+    assert error.value.param == "data_parallel_size"
+    assert error.value.message.endswith(f"XLA_FLAGS=--xla_force_host_platform_device_count={more}")
     with pytest.raises(ConfigError, match=f"needs as many devices, jax sees {count} ") as error:
         devices.make_mesh(count + 1)
     assert (error.value.reason, error.value.param) == ("too_few_devices", "tensor_parallel_size")

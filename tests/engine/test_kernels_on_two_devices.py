@@ -23,3 +23,4 @@ def test_two_devices_give_peft_s_numbers(golden_tiny):
     seen = json.loads(done.stdout.splitlines()[-1])
     assert (seen["lora"], seen["attention"], seen["shards"]) == ("triton", "triton", 2)
     assert max(seen["errors"]) < 2e-3, seen
+    assert seen["own_rows"] == [0, 16]

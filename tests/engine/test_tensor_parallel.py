@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,9 @@ def test_every_case_of_a_base_and_two_replicas_of_four_devices(golden_tiny, tmp_
     assert sorted(seen["two by four"]) == ["4/0", "4/1"]
     for where, facts in seen["two by four"].items():
         check_golden(facts, where)
+    for where, facts in seen["own rows"].items():
+        check_golden(facts, where)
+        assert facts["own_rows"] == [8]  # a third of the tokens are the base's
     facts = seen["replicated"]
     assert facts["right"] == [True] * 12
     assert facts["devices"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -150,3 +154,27 @@ def test_smollm2_on_three_devices(golden_tiny, tmp_path):
     assert facts["same_tokens"]
     assert facts["distinct"] == 3
     assert facts["difference"] < 2e-4
+
+
+@pytest.mark.slow
+def test_whatever_a_request_asks_for():
+    """Prefix cache, prompt lookup, grammars and mixes of adapters, on more devices and by replicas."""
+    command = [sys.executable, "-W", "error", "-m", "tests.engine.parallel_features_worker"]
+    done = subprocess.run(command, cwd=ROOT, env=worker_env(4), capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    one = seen["1"]
+    assert json.loads(one["texts"][0])["name"] in ("ann", "bob")
+    assert re.fullmatch("[a-f]{4}-[0-9]{3}", one["texts"][1])
+    assert one["texts"][2] in ("left", "right")
+    assert len(set(map(tuple, one["tokens"][:5]))) == 5
+    for where in ("1", "2", "4", "own rows"):
+        facts = seen[where]
+        assert facts["tokens"] == one["tokens"], where
+        assert facts["same_again"], where
+        assert facts["prefix_hits"] == one["prefix_hits"] > 0, where
+        assert facts["proposed"] == one["proposed"] >= facts["accepted"] == one["accepted"] > 0, where
+    assert (one["own_rows"], seen["own rows"]["own_rows"]) == ([0], [16])
+    assert seen["replicas"] == one["tokens"]
+    first, second = seen["int8"]
+    assert first["tokens"] == second["tokens"]

@@ -24,6 +24,7 @@ from pallas_kernels.segmented_lora import (
 )
 from pallas_kernels.segmented_lora.arg_specs import segment_specs
 from pallas_kernels.segmented_lora.blocks import ExpandBlocks, ShrinkBlocks
+from pallas_kernels.segmented_lora.own_rows import sum_tiles
 from pallas_kernels.segmented_lora.plan import NOBODY
 from tests.pallas_kernels.pool_problem import SHORT, TRACES, PoolProblem, run_delta
 
@@ -177,20 +178,22 @@ def test_a_sharded_input_and_output():
         got = np.asarray(jnp.stack(parts)).reshape(2, 6, 2, 16).transpose(1, 2, 0, 3).reshape(6, 64)
         assert np.all(np.abs(got - wanted) <= 2 * bound)
 
-    def shard(x, pool, y):
-        return lora_delta(x, pool, rows, plan, y, unit=16, axis_name="model", implementation="xla")
+    def shard(x, pool, y, own_rows):
+        return lora_delta(x, pool, rows, plan, y, unit=16, axis_name="model", own_rows=own_rows, implementation="xla")
 
-    check(list(jax.vmap(shard, axis_name="model")(x, pool, y)))
+    for own_rows in (0, 5):
+        check(list(jax.vmap(functools.partial(shard, own_rows=own_rows), axis_name="model")(x, pool, y)))
     # The kernels' own halves, with the sum between them done by hand.
     [part] = plan
     shrink = functools.partial(pallas_triton.shrink, unit=16, interpret=True)
     s = sum(shrink(x[i], pool[i], rows, part).sum(0, keepdims=True) for i in range(2))
     expand = functools.partial(pallas_triton.expand, unit=16, dtype=x.dtype, interpret=True)
     check([expand(jnp.asarray(s), pool[i], rows, part, y[i]) for i in range(2)])
-    # What crosses between shards is [M, T, R]: the tiles, of which tokens fill a part, are put there and taken back.
+    # What crosses between shards: the tiles, of which tokens fill a part, are put there and taken back.
     tiles = jnp.stack([shrink(x[i], pool[i], rows, part) for i in range(2)])
-    summed = jax.vmap(lambda s: pallas_triton.sum_over_shards(s, part, 6, 96, "model"), axis_name="model")(tiles)
-    check([expand(summed[i], pool[i], rows, part, y[i]) for i in range(2)])
+    for own_rows in (0, 5):  # of [M, T, R]; or of [M, 5 T], where the batch has 27 own rows
+        [summed] = jax.vmap(lambda s, n=own_rows: sum_tiles([s], plan, 6, 96, n, "model"), axis_name="model")(tiles)
+        check([expand(summed[i], pool[i], rows, part, y[i]) for i in range(2)])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,6 +1,6 @@
 """Programs on a mesh of four virtual devices, as JSON: XLA_FLAGS=... python -m tests.plan.mesh_worker PART
 
-PART is a key of PARTS: the types and ranks of which one layer's collectives are read.
+PART is a key of PARTS: the types, ranks and numbers of adapters of which one layer's collectives are read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from multilora_jax.memory.geometry import MODULES
 from multilora_jax.plan.arithmetic import exchanges
 from multilora_jax.plan.collectives import read_collectives
 from multilora_jax.plan.compiled import compile_step
-from multilora_jax.plan.layer_table import RANKS, layer_collectives, table_text
+from multilora_jax.plan.layer_table import ADAPTERS, RANKS, layer_collectives, table_text
 from multilora_jax.plan.target import StepSizes, nbytes_per_device, target_mesh, target_programs, target_spec
 from tests.plan.models import SMALL
 
 TP, T, PAGES = 4, 16, 4096
-PARTS = {"quick": (("float32",), (8, 128)), "all": (("float32", "bfloat16"), RANKS)}
+PARTS = {"quick": (("float32",), (8, 128), (1, 8)), "all": (("float32", "bfloat16"), RANKS, ADAPTERS)}
 
 
 def programs_in_place() -> dict[str, Any]:
@@ -51,10 +51,10 @@ def programs_in_place() -> dict[str, Any]:
 
 def main() -> None:
     result: dict[str, Any] = {"in_place": programs_in_place()}
-    dtypes, ranks = PARTS[sys.argv[1]]
+    dtypes, ranks, adapters = PARTS[sys.argv[1]]
     for dtype in dtypes:
         mesh, spec = target_mesh("cpu", TP), target_spec("cpu", SMALL, 64, TP, dtype)
-        rows = layer_collectives("cpu", mesh, spec, T, ranks)
+        rows = layer_collectives("cpu", mesh, spec, T, ranks, adapters)
         result[dtype] = [asdict(row) for row in rows]
         result[f"{dtype} table"] = table_text(rows, T, TP)
     print(json.dumps(result))
