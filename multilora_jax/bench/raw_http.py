@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 
@@ -58,7 +58,7 @@ class Connection:
         self._length = None if chunked else int(headers.get("content-length", 0))
         return int(lines[0].split()[1]), headers
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The body in the pieces that the server sent. Raises BrokenAnswer where it is not whole."""
         reader = self._reader
         try:

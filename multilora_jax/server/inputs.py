@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from multilora_jax.tokenizer import Tokenizer
 
 
+SHORT_PROMPTS = 2048
+"""Characters or token ids, of all prompts of a request: up to so many are read where the request is, which takes less
+than to hand them to a thread, and no turn at the interpreter's lock."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Token ids, and the text that `echo` gives back."""
@@ -64,7 +69,10 @@ async def voice_of(engine: AsyncEngine, target: Target, configured_template: str
 
 async def completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
     """The prompts of a completion request. Raises UserError for one that does not fit the context."""
-    prompts = await asyncio.to_thread(_completion_prompts, body, voice)
+    if sum(map(len, body.prompt)) <= SHORT_PROMPTS:
+        prompts = _completion_prompts(body, voice)
+    else:
+        prompts = await asyncio.to_thread(_completion_prompts, body, voice)
     for prompt in prompts:
         check_length(len(prompt.token_ids), body.new_tokens, voice.max_model_len, "prompt")
     return prompts

@@ -151,6 +151,8 @@ async def test_listed_origins_may(make_server):
         ("https://evil.example", "127.0.0.1:8000", "127.0.0.1", 403),
         ("http://evil.example:8000", "evil.example:8000", "127.0.0.1", 403),
         ("null", "127.0.0.1:8000", "127.0.0.1", 403),
+        ("http://[", "127.0.0.1:8000", "127.0.0.1", 403),
+        ("http://[", "[", "0.0.0.0", 403),
         ("http://gpu-box:8000", "gpu-box:8000", "0.0.0.0", 200),
         ("https://evil.example", "gpu-box:8000", "0.0.0.0", 403),
         ("https://ui.example", "127.0.0.1:8000", "127.0.0.1", 200),
