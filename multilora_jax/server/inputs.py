@@ -67,8 +67,9 @@ async def voice_of(engine: AsyncEngine, target: Target, configured_template: str
     )
 
 
-async def completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
-    """The prompts of a completion request. Raises UserError for one that does not fit the context."""
+async def completion_prompts(body: CompletionBody, voice: Voice, most: int) -> list[Prompt]:
+    """The prompts of a completion request, at most `most`. Raises UserError for one that does not fit the context."""
+    check_num_prompts(len(body.prompt), most)
     if sum(map(len, body.prompt)) <= SHORT_PROMPTS:
         prompts = _completion_prompts(body, voice)
     else:
@@ -85,6 +86,15 @@ async def chat_prompt(body: ChatBody, voice: Voice) -> tuple[Prompt, int]:
     new_tokens = body.new_tokens
     check_length(used, 1 if new_tokens is None else new_tokens, limit, "messages")
     return prompt, limit - used if new_tokens is None else new_tokens
+
+
+def check_num_prompts(number: int, most: int) -> None:
+    """Raises UserError (`too_many_prompts`) where there are more than `most`."""
+    if number > most:
+        raise UserError(
+            f"one request may bring {most} prompts (max_prompts_per_request): send several requests",
+            reason="too_many_prompts", param="prompt",
+        )  # fmt: skip
 
 
 def check_length(num_prompt: int, new_tokens: int, limit: int, param: str) -> None:

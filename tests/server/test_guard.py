@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import pytest
 
 from multilora_jax.lora.folders import check_size
+from multilora_jax.server import inputs
 from tests.server.harness import listening, wait_for
 
 pytestmark = pytest.mark.anyio
@@ -107,6 +108,18 @@ async def test_prompts_beyond_the_limits_are_refused(make_server):
         if reason is not None:
             assert (answer.json()["error"]["reason"], answer.json()["error"]["param"]) == (reason, "prompt")
     await wait_for(lambda: not server.engine.requests and not server.async_engine.num_live_requests)
+
+
+async def test_very_many_prompts_are_refused_unread(make_server, monkeypatch):
+    """Counted before they are tokenised: by a thread, and one task each, they would keep the server for seconds."""
+    server = make_server()
+
+    def read(*_: object) -> None:
+        raise AssertionError("the prompts were read")
+
+    monkeypatch.setattr(inputs, "_completion_prompts", read)
+    answer = await server.post(PATH, {**BODY, "prompt": ["a"] * 257})
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "too_many_prompts")
 
 
 def test_an_adapter_beyond_the_limit_is_refused_unread(tmp_path):
