@@ -205,7 +205,8 @@ class AsyncEngine(AdapterCalls, Health):
             time.sleep(0.02)
         self._commands.put(self._stop)
         self._thread.join(timeout=10.0)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._compilers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 
