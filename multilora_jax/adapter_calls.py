@@ -35,6 +35,9 @@ PIN_WAIT_S = 10.0
 MAX_CALLS = 64
 """Calls about adapters under way at once; most wait for a disk or for another call about the same name."""
 
+MAX_COMPILATIONS = 2
+"""Grammars compiled at once: some take seconds, and threads that read texts must not all wait for them."""
+
 
 def without_loading(lora_request: Mix) -> Mix:
     """The same adapters, as they are named once a load in place has been done."""
@@ -49,6 +52,7 @@ class AdapterCalls:
     def __init__(self, engine: LLMEngine):
         self.engine = engine
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="adapter")
+        self._compilers = ThreadPoolExecutor(MAX_COMPILATIONS, thread_name_prefix="grammar")
         self._first_loads: dict[LoRARequest, Future[None]] = {}
         self._first_loads_lock = threading.Lock()
 
@@ -184,7 +188,8 @@ class AdapterCalls:
         if getattr(params, "structured_outputs", None) is None:
             return None
         loaded, _ = self.engine.adapters.resolve(adapters)
-        return await asyncio.to_thread(self.engine.plans.prepare, params, loaded)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compilers, self.engine.plans.prepare, params, loaded)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 Observer = Callable[[RequestOutput], None]
 
+TURN_S = 0.02
+"""Commands run between two steps for so long, or to their end: thousands that come at once must not hold a batch up."""
+
 
 class AsyncEngine(AdapterCalls, Health):
     """Serves an `LLMEngine` to asyncio callers; usable from several event loops at once.
@@ -205,7 +208,8 @@ class AsyncEngine(AdapterCalls, Health):
             time.sleep(0.02)
         self._commands.put(self._stop)
         self._thread.join(timeout=10.0)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._compilers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 
@@ -257,12 +261,13 @@ class AsyncEngine(AdapterCalls, Health):
     def _run_commands(self, block: bool) -> None:
         if block:
             self._vitals.rest()
-        while not self._stopped:
+        end = 0.0
+        while not self._stopped and (not end or time.monotonic() < end):
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 return
-            block = False
+            end, block = end or time.monotonic() + TURN_S, False
             self._vitals.busy()
             command()
 

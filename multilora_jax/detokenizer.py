@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import codecs
 
 from multilora_jax.request import SamplingParams
@@ -30,7 +31,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, *, continues_text: bool = False):
         self.text = ""
         self._tokenizer = tokenizer if params.detokenize else None
-        self._stops: list[str] = list(params.stop or [])
+        self._stops: list[str] = sorted(set(params.stop or []))
         self._unstoppable = params.min_tokens if self._stops else 0  # tokens still to come that no stop string ends
         self._include_stop = params.include_stop_str_in_output
         self._skipped: frozenset[int] = frozenset()
@@ -99,6 +100,8 @@ class IncrementalDetokenizer:
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(window)), 0, -1):
             ending = window[-length:]
-            if any(stop.startswith(ending) for stop in self._stops):
+            # In their order those that begin with it come one after another, from its own place on.
+            place = bisect.bisect_left(self._stops, ending)
+            if place < len(self._stops) and self._stops[place].startswith(ending):
                 return length
         return 0

@@ -19,6 +19,12 @@ MAX_BIAS = 100.0
 """Values of logit_bias are clamped to this, both ways."""
 MAX_EDITED_TOKENS = 1024
 """Most entries of logit_bias, bad_words and stop_token_ids together."""
+MAX_STOPS = 256
+"""Most stop strings of a request: each is looked for after every token, beside everybody's next step."""
+MAX_STOP_CHARS = 1024
+"""Longest stop string, in characters."""
+MAX_BAD_WORD_CHARS = 16_384
+"""Most characters of all bad_words together."""
 MAX_CONSTRAINT_CHARS = 100_000
 """Longest JSON schema, regular expression, grammar or list of choices, in characters."""
 
@@ -111,6 +117,7 @@ class SamplingParams:
             already, once, and once per occurrence.
         repetition_penalty: above 0; divides the positive and multiplies the negative logits of tokens in prompt or
             answer.
+        stop: strings that end the answer, at most 256 of at most 1024 characters.
         min_tokens: no end-of-sequence or stop token before the answer has so many tokens, and no stop string counts
             that is complete before.
         logit_bias: token id to what is added to its logit, clamped to [-100, 100].
@@ -176,6 +183,8 @@ class SamplingParams:
             self._fail("stop", "must be a non-empty string or a list of them")
         if not all(isinstance(s, str) and s for s in self.stop):
             self._fail("stop", "must be a non-empty string or a list of them")
+        if len(self.stop) > MAX_STOPS or max(map(len, self.stop), default=0) > MAX_STOP_CHARS:
+            self._fail("stop", f"may be at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters each")
         if self.stop and not self.detokenize:
             self._fail("stop", "needs detokenize=True")
         self.stop_token_ids = [] if self.stop_token_ids is None else self._token_ids("stop_token_ids")
@@ -191,10 +200,11 @@ class SamplingParams:
             self._fail("min_tokens", f"is above max_tokens={self.max_tokens}")
 
     def _check_tokens(self) -> None:
+        self._check_edited()
         if self.logit_bias is not None:
             self.logit_bias = self._bias()
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = self._token_ids("allowed_token_ids")
+            self.allowed_token_ids = list(dict.fromkeys(self._token_ids("allowed_token_ids")))
             if not self.allowed_token_ids:
                 self._fail("allowed_token_ids", "allows nothing: list at least one token id, or leave it out")
         if self.bad_words is not None:
@@ -202,16 +212,10 @@ class SamplingParams:
             if not isinstance(words, list | tuple) or not all(isinstance(w, str) and w.strip() for w in words):
                 self._fail("bad_words", "must be a list of words that are not empty")
             self.bad_words = list(words)
+            if sum(map(len, words)) > MAX_BAD_WORD_CHARS:
+                self._fail("bad_words", f"has more than {MAX_BAD_WORD_CHARS} characters together")
             if any("\ud800" <= char <= "\udfff" for word in words for char in word):
                 self._fail("bad_words", "holds half of a surrogate pair, which is no text")
-        edited = sum(len(x or ()) for x in (self.logit_bias, self.bad_words, self.stop_token_ids))
-        if edited > MAX_EDITED_TOKENS:
-            name = "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else "stop_token_ids"
-            raise UserError(
-                f"logit_bias, bad_words and stop_token_ids list {edited} tokens and words: at most {MAX_EDITED_TOKENS} "
-                "together are served; allowed_token_ids may list any number",
-                reason="bad_sampling_params", param=name,
-            )  # fmt: skip
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
             for name, default in (("allowed_token_ids", None), ("ignore_eos", False)):
@@ -221,6 +225,18 @@ class SamplingParams:
                         "ends: send one of them",
                         reason="conflicting_parameters", param=name,
                     )  # fmt: skip
+
+    def _check_edited(self) -> None:
+        """Before any of them is looked at: however many there are, that takes no time."""
+        lists: tuple[Any, ...] = (self.logit_bias, self.bad_words, self.stop_token_ids)
+        edited = sum(len(x) for x in lists if isinstance(x, dict | list | tuple))
+        if edited > MAX_EDITED_TOKENS:
+            name = "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else "stop_token_ids"
+            raise UserError(
+                f"logit_bias, bad_words and stop_token_ids list {edited} tokens and words: at most {MAX_EDITED_TOKENS} "
+                "together are served; allowed_token_ids may list any number",
+                reason="bad_sampling_params", param=name,
+            )  # fmt: skip
 
     def _bias(self) -> dict[int, float]:
         what = "must map token ids to numbers"
@@ -240,6 +256,8 @@ class SamplingParams:
 
     def _token_ids(self, name: str) -> list[int]:
         ids = getattr(self, name)
+        if isinstance(ids, list | tuple) and set(map(type, ids)) == {int} and min(ids) >= 0:
+            return list(ids)  # the same as below, for a list of a whole vocabulary
         if not isinstance(ids, list | tuple) or not all(_is_token(t) for t in ids):
             self._fail(name, "must be a list of token ids")
         return [int(t) for t in ids]

@@ -49,6 +49,25 @@ async def test_many_requests_at_once_each_get_their_own(make_engine):
     assert engine.num_live_requests == 0
 
 
+async def test_a_flood_of_commands_holds_no_batch_up(make_engine, monkeypatch):
+    """They take turns with steps, each turn as long as the first command at least."""
+    monkeypatch.setattr("multilora_jax.async_engine.TURN_S", 0.0)
+    engine, fake = make_engine()
+    log, step = [], fake.step
+    fake.step = lambda: (log.append("step"), step())[1]
+    await engine.submit("hi", SamplingParams(max_tokens=LONG, ignore_eos=True), "r1")
+    fake.gate.clear()  # the thread is held in a step until all are in the queue
+    await wait_for(lambda: log)
+    log.clear()
+    for number in range(5):
+        engine._commands.put(lambda number=number: log.append(number))
+    fake.gate.set()
+    await wait_for(lambda: 4 in log, 30)
+    turns = [log[i + 1] for i, entry in enumerate(log[:-1]) if isinstance(entry, int) and entry < 4]
+    assert turns == ["step"] * 4
+    assert [entry for entry in log if isinstance(entry, int)] == [0, 1, 2, 3, 4]
+
+
 async def test_prompts_may_be_ids_or_dicts(make_engine):
     engine, _ = make_engine()
     for i, prompt in enumerate(([72, 73], {"prompt_token_ids": [72, 73]}, {"prompt": "HI"})):

@@ -148,13 +148,13 @@ def test_the_image_s_steps_in_a_plain_environment(tmp_path):
     server = subprocess.Popen([str(python), *entry[1:], *flags], cwd=tmp_path, env=environment_of(tmp_path))
     try:
         url = f"http://127.0.0.1:{port}/health"
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 1800  # a machine with other work is no failure; a server that fails ends
         while subprocess.run([str(python), str(HEALTHCHECK), url], capture_output=True).returncode:
             assert server.poll() is None, "the server has ended"
             assert time.monotonic() < deadline, "the server did not become healthy"
             time.sleep(1)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(600) == 0
     finally:
         server.kill()
 
@@ -167,7 +167,7 @@ def run_all(commands: list[str], below: Any, cwd: Path | None = None, **env: str
             env={**os.environ, **env},
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=1800,
         )
         assert done.returncode == 0, f"{below(command)}\n{done.stdout}\n{done.stderr}"
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from multilora_jax.errors import UserError
-from multilora_jax.sampling_params import MAX_EDITED_TOKENS, SamplingParams, StructuredOutputsParams
+from multilora_jax.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_EDITED_TOKENS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 SCHEMA = {"type": "object"}
 
@@ -29,6 +36,10 @@ SCHEMA = {"type": "object"}
         ({"bad_words": "no"}, "bad_words"), ({"bad_words": [""]}, "bad_words"), ({"bad_words": [" "]}, "bad_words"),
         ({"bad_words": ["no \ud83d"]}, "bad_words"),
         ({"logit_bias": dict.fromkeys(range(MAX_EDITED_TOKENS + 1), 1)}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(map(str, range(10**6)), "none")}, "logit_bias"),
+        ({"stop": ["x"] * (MAX_STOPS + 1)}, "stop"),
+        ({"stop": "x" * (MAX_STOP_CHARS + 1)}, "stop"),
+        ({"bad_words": ["x" * MAX_BAD_WORD_CHARS, "y"]}, "bad_words"),
         ({"structured_outputs": "json"}, "structured_outputs"), ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs"),
@@ -59,6 +70,8 @@ def test_what_is_accepted():
     )  # fmt: skip
     assert params.logit_bias == {7: 1.0, 8: -100.0}
     assert params.allowed_token_ids == [1, 2]
+    assert SamplingParams(allowed_token_ids=[2, 1] * 10**5).allowed_token_ids == [2, 1]
+    assert len(SamplingParams(stop=["x" * MAX_STOP_CHARS] * MAX_STOPS).stop or ()) == MAX_STOPS
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
     asked = SamplingParams(structured_outputs={"json": SCHEMA}, detokenize=False).structured_outputs
     assert asked == StructuredOutputsParams(json=SCHEMA)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator
 from typing import Any
+
+_READ_BYTES = 1 << 16
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class BrokenAnswer(Exception):
@@ -58,7 +62,7 @@ class Connection:
         self._length = None if chunked else int(headers.get("content-length", 0))
         return int(lines[0].split()[1]), headers
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The body in the pieces that the server sent. Raises BrokenAnswer where it is not whole."""
         reader = self._reader
         try:
@@ -70,6 +74,27 @@ class Connection:
             await reader.readexactly(2)
         except (asyncio.IncompleteReadError, ValueError, OSError) as error:
             raise BrokenAnswer(f"the answer broke off: {error}") from error
+
+    async def read_out(self) -> tuple[bytes, float]:
+        """The body as it lies on the wire, chunk sizes included, and when its first bytes came (time.perf_counter()).
+
+        A fraction of the work of `pieces`, for a client that shares its cores with the server. Only for bodies that
+        hold no line end of HTTP's, as those of events and of JSON. Raises BrokenAnswer where it is not whole.
+        """
+        reader = self._reader
+        try:
+            if self._length is not None:
+                return await reader.readexactly(self._length), time.perf_counter()
+            body = await reader.read(_READ_BYTES)
+            first = time.perf_counter()
+            while not body.endswith(_LAST_CHUNK):
+                more = await reader.read(_READ_BYTES)
+                if not more:
+                    raise BrokenAnswer("the answer broke off")
+                body += more
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise BrokenAnswer(f"the answer broke off: {error}") from error
+        return body, first
 
     async def whole(self) -> bytes:
         """The whole body."""

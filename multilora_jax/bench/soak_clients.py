@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from multilora_jax.bench.raw_http import BrokenAnswer, Connection, ask, events_of
@@ -149,9 +150,10 @@ class Clients:
             if patience:
                 try:
                     await asyncio.wait_for(connection.head(), patience)
-                    async for _ in connection.pieces():
-                        if self._rng.random() < 0.3:
-                            break
+                    async with aclosing(connection.pieces()) as pieces:
+                        async for _ in pieces:
+                            if self._rng.random() < 0.3:
+                                break
                 except TimeoutError:
                     pass
             return "left"

@@ -91,8 +91,10 @@ class InputReader:
             )  # fmt: skip
         params = replace(params)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            for token in getattr(params, name) or ():
-                self._check_token(token, name)
+            tokens = getattr(params, name) or ()
+            if tokens and max(tokens) >= self.vocab_size:  # what they are SamplingParams has looked at
+                for token in tokens:
+                    self._check_token(token, name)
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
                 raise UserError(f"{name} needs a tokenizer, this model has none", reason="no_tokenizer", param=name)

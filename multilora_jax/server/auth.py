@@ -136,9 +136,12 @@ class Keys:
         origin = headers.get(b"origin")
         if origin is None or "*" in self._origins or origin.decode("latin-1") in self._origins:
             return
-        site = urlsplit(origin.decode("latin-1")).netloc
         host = headers.get(b"host", b"").decode("latin-1")
-        if site != host or (self._loopback and not is_loopback(urlsplit(f"//{host}").hostname or "")):
+        try:
+            site, name = urlsplit(origin.decode("latin-1")).netloc, urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # brackets that do not close, and the like: no browser sends such a name
+            site, name = "", None
+        if name is None or site != host or (self._loopback and not is_loopback(name)):
             raise PermissionDeniedError(
                 "a web page of another site may not call this server: add its origin to cors_origins",
                 reason="foreign_origin",

@@ -52,7 +52,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     context: ServerContext = request.app.state.context
     target = await resolve_target(context, body.model, body.lora)
     voice = await voice_of(context.engine, target, context.chat_template)
-    prompts = await completion_prompts(body, voice)
+    prompts = await completion_prompts(body, voice, context.config.max_prompts_per_request)
     tokenizer = voice.tokenizer
     answer = Envelope("text_completion", target, answer_id("cmpl", body.request_id, request))
     if body.stream:

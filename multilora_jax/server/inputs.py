@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from multilora_jax.tokenizer import Tokenizer
 
 
+SHORT_PROMPTS = 2048
+"""Characters or token ids, of all prompts of a request: up to so many are read where the request is, which takes less
+than to hand them to a thread, and no turn at the interpreter's lock."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Token ids, and the text that `echo` gives back."""
@@ -62,9 +67,13 @@ async def voice_of(engine: AsyncEngine, target: Target, configured_template: str
     )
 
 
-async def completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
-    """The prompts of a completion request. Raises UserError for one that does not fit the context."""
-    prompts = await asyncio.to_thread(_completion_prompts, body, voice)
+async def completion_prompts(body: CompletionBody, voice: Voice, most: int) -> list[Prompt]:
+    """The prompts of a completion request, at most `most`. Raises UserError for one that does not fit the context."""
+    check_num_prompts(len(body.prompt), most)
+    if sum(map(len, body.prompt)) <= SHORT_PROMPTS:
+        prompts = _completion_prompts(body, voice)
+    else:
+        prompts = await asyncio.to_thread(_completion_prompts, body, voice)
     for prompt in prompts:
         check_length(len(prompt.token_ids), body.new_tokens, voice.max_model_len, "prompt")
     return prompts
@@ -77,6 +86,15 @@ async def chat_prompt(body: ChatBody, voice: Voice) -> tuple[Prompt, int]:
     new_tokens = body.new_tokens
     check_length(used, 1 if new_tokens is None else new_tokens, limit, "messages")
     return prompt, limit - used if new_tokens is None else new_tokens
+
+
+def check_num_prompts(number: int, most: int) -> None:
+    """Raises UserError (`too_many_prompts`) where there are more than `most`."""
+    if number > most:
+        raise UserError(
+            f"one request may bring {most} prompts (max_prompts_per_request): send several requests",
+            reason="too_many_prompts", param="prompt",
+        )  # fmt: skip
 
 
 def check_length(num_prompt: int, new_tokens: int, limit: int, param: str) -> None:

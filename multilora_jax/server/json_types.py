@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from multilora_jax.request import MAX_LOGPROBS, MAX_SCALE
-from multilora_jax.sampling_params import MAX_N, MAX_PROMPT_LOOKUP
+from multilora_jax.sampling_params import MAX_N, MAX_PROMPT_LOOKUP, MAX_STOP_CHARS, MAX_STOPS
 from multilora_jax.server.mixes import MAX_ADAPTERS
 from multilora_jax.server.tools import MAX_TOOLS, MODES, NAME_PATTERN
 
@@ -56,7 +56,8 @@ _MIX_ENTRY = _object(
 )
 LORA = or_null(_list(_MIX_ENTRY, high=MAX_ADAPTERS), _MIX_ENTRY)
 
-STOP = or_null(NON_EMPTY, _list(NON_EMPTY))
+_STOP: Schema = {**NON_EMPTY, "maxLength": MAX_STOP_CHARS}
+STOP = or_null(_STOP, _list(_STOP, 0, MAX_STOPS))
 
 _TEXT_PART = {"type": "object", "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": TEXT},
               "required": ["text"]}  # fmt: skip

@@ -17,6 +17,7 @@ from multilora_jax.errors import NotFoundError, UserError
 from multilora_jax.lora.registry import unknown_adapter
 from multilora_jax.request import LoRARequest
 from multilora_jax.server.call import Call, Submission
+from multilora_jax.server.inputs import check_num_prompts
 
 if TYPE_CHECKING:
     from multilora_jax.async_engine import AsyncEngine
@@ -192,13 +193,8 @@ class EngineView:
 
     def _size(self, prompt: Any, params: SamplingParams) -> tuple[int, int]:
         """Tokens of a prompt, and the most that it and its answers may take, checked."""
-        most = self._config.max_prompts_per_request
         self._call.num_prompts += 1  # those under way too, which are submitted side by side
-        if self._call.num_prompts > most:
-            raise UserError(
-                f"one request may bring {most} prompts (max_prompts_per_request): send several requests",
-                reason="too_many_prompts", param="prompt",
-            )  # fmt: skip
+        check_num_prompts(self._call.num_prompts, self._config.max_prompts_per_request)
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         num_prompt = 0 if ids is None or isinstance(ids, str) else len(ids)
         limit = self._config.max_prompt_tokens

@@ -7,6 +7,7 @@ import pytest
 from multilora_jax.bench import overhead
 from multilora_jax.bench.overhead_client import run_round
 from multilora_jax.config import EngineConfig
+from multilora_jax.request import RequestMetrics, RequestOutput
 from multilora_jax.server.connections import ConnectionLimits
 from multilora_jax.server.thread import http_thread
 
@@ -36,17 +37,45 @@ async def test_the_client_counts_pieces_and_times(server):
     assert done["seconds"] > 0
 
 
+def test_a_steady_slowdown_changes_no_ratio():
+    clock, calls = 0.0, []
+
+    def round_of(name: str, speed: float):
+        def run() -> float:
+            nonlocal clock
+            calls.append(name)
+            clock += 1
+            return clock / speed
+
+        return run
+
+    row = overhead.compare(round_of("offline", 1.0), round_of("http", 0.8), 2, tokens=30)
+    assert calls == ["offline", "http", "http", "offline"]
+    assert row["ratio"] == pytest.approx(0.8)
+    assert row["offline"] == pytest.approx(2 * 30 / (1 + 4))
+    assert row["http"] == pytest.approx(0.8 * row["offline"])
+    assert (row["least"], row["most"]) == pytest.approx((0.8 * 1 / 2, 0.8 * 4 / 3))
+
+
+def test_what_http_adds_is_counted_beyond_the_steps():
+    output = RequestOutput("x", None, [1], None, [], True, metrics=RequestMetrics(1.0, 1.5, 1.75, 2.0))
+    assert overhead._step_ms(output) == pytest.approx(500)
+
+
 @pytest.mark.slow
 def test_a_small_run(configs):
     config = EngineConfig.from_yaml(configs / "tiny.yaml", {"max_num_seqs": 4, "max_num_batched_tokens": 32})
     work = overhead.Workload(streams=4, input_len=8, output_len=16, rounds=2, singles=3, requests=10)
     report = overhead.measure(config, work)
-    streams, one, sixteen, requests = report["rows"]
-    assert streams["http"] > 0
-    assert streams["ratio"] > 0
+    streams, *singles, requests = report["rows"]
+    assert streams["ratio"] == pytest.approx(streams["http"] / streams["offline"])
+    assert streams["least"] <= streams["ratio"] <= streams["most"]
     assert len(streams["rounds"]) == 2
-    for row in (one, sixteen):
-        assert row["added"] == pytest.approx(row["http"] - row["offline"])
-        assert len(row["own_ms"]) == len(row["http_ms"]) == 3
+    assert [row["measure"] for row in singles] == [
+        "ms, one request of 1, p50", "ms, one request of 16, p50", "ms, one stream of 16, p50"
+    ]  # fmt: skip
+    for row in singles:
+        assert len(row["own_ms"]) == len(row["http_ms"]) == len(row["added_ms"]) == 3
+        assert all(0 < added < whole for added, whole in zip(row["added_ms"], row["http_ms"], strict=True))
     assert requests["http"] > 0
     assert "tokens/s, 4 streams" in overhead.show(report)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import pytest
 
 from multilora_jax.lora.folders import check_size
+from multilora_jax.server import inputs
 from tests.server.harness import listening, wait_for
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +110,18 @@ async def test_prompts_beyond_the_limits_are_refused(make_server):
     await wait_for(lambda: not server.engine.requests and not server.async_engine.num_live_requests)
 
 
+async def test_very_many_prompts_are_refused_unread(make_server, monkeypatch):
+    """Counted before they are tokenised: by a thread, and one task each, they would keep the server for seconds."""
+    server = make_server()
+
+    def read(*_: object) -> None:
+        raise AssertionError("the prompts were read")
+
+    monkeypatch.setattr(inputs, "_completion_prompts", read)
+    answer = await server.post(PATH, {**BODY, "prompt": ["a"] * 257})
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "too_many_prompts")
+
+
 def test_an_adapter_beyond_the_limit_is_refused_unread(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with (tmp_path / "adapter_model.safetensors").open("wb") as file:
@@ -151,6 +164,8 @@ async def test_listed_origins_may(make_server):
         ("https://evil.example", "127.0.0.1:8000", "127.0.0.1", 403),
         ("http://evil.example:8000", "evil.example:8000", "127.0.0.1", 403),
         ("null", "127.0.0.1:8000", "127.0.0.1", 403),
+        ("http://[", "127.0.0.1:8000", "127.0.0.1", 403),
+        ("http://[", "[", "0.0.0.0", 403),
         ("http://gpu-box:8000", "gpu-box:8000", "0.0.0.0", 200),
         ("https://evil.example", "gpu-box:8000", "0.0.0.0", 403),
         ("https://ui.example", "127.0.0.1:8000", "127.0.0.1", 200),

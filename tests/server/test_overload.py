@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -89,3 +90,23 @@ async def test_the_user_field_is_the_tenant(server):
     await server.chat(user="team-2")
     await server.complete()
     assert server.engine.tenants_seen == ["team-1", "team-2", None]
+
+
+async def test_grammars_that_take_long_hold_up_no_text(server):
+    """A tenant may send many that take seconds each: whoever has a conversation to be read goes on meanwhile."""
+    go_on, compiling = threading.Event(), server.engine.plans.prepare
+
+    def slowly(*arguments: object) -> object:
+        assert go_on.wait(60)
+        return compiling(*arguments)
+
+    server.engine.plans.prepare = slowly
+    structured = [asyncio.create_task(server.complete(structured_outputs={"regex": "a+"})) for _ in range(64)]
+    try:
+        await wait_for(lambda: server.async_engine.num_live_requests == 64, 30)
+        answer = await asyncio.wait_for(server.chat(max_tokens=2), 60)
+        assert answer["usage"]["completion_tokens"] == 2
+        assert not any(task.done() for task in structured)
+    finally:
+        go_on.set()
+    await asyncio.gather(*structured)

@@ -29,7 +29,7 @@ export class Chart {
       { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
       ...grid,
       ...this.areas,
-      ...this.lines,
+      ...this.lines.toReversed(), // the first on top: where both are the same it must not be hidden
       this.rule,
     );
     this.top = h("span", { class: "tick" });
