@@ -30,6 +30,9 @@ BLOCKS_FROM = 256
 TURN_BLOCKS, TURN_USERS = 4, 16
 """Blocks that a turn gathers, and users of each."""
 
+TURN_COST = 4
+"""What a block takes in a turn, in blocks of a round. A round takes all, whether they have users or not."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass
@@ -37,12 +40,13 @@ class BlockUsers:
     """Which tokens use which block.
 
     A round multiplies all blocks, each by its first few users. Turns gather those that have more, and multiply them by
-    the rest: so a block that many tokens share does not cost further rounds of all the others.
+    the rest: so a block that many tokens share does not cost further rounds of all the others. Where few of the blocks
+    have users at all, turns take all of these and there is no round.
 
     Attributes:
         user_NU: int32[N, U], the first tokens with a factor on the adapter of block n; T stands for nobody.
         factor_NU: float32[N, U], their factors; 0 for nobody.
-        num_rounds: int32[]: 1, but 0 where no block has a user.
+        num_rounds: int32[], 0 or 1.
         block_E: int32[E], the blocks of the turns, TURN_BLOCKS each.
         user_EV, factor_EV: of those, [E, TURN_USERS].
         num_turns: int32[], turns that it takes.
@@ -67,7 +71,9 @@ class BlockUsers:
         is_user = jnp.arange(T) < count_N[:, None]
         user_NT = jnp.where(is_user, order_NT, T)
         factor_NT = jnp.where(is_user, jnp.take_along_axis(mix_NT, order_NT, axis=1), 0)
-        is_left = is_user & (jnp.arange(T) >= U)
+        saved = jnp.sum(-(-count_N // V)) - jnp.sum(-(-jnp.maximum(count_N - U, 0) // V))
+        has_round = saved * TURN_COST >= N
+        is_left = is_user & (jnp.arange(T) >= jnp.where(has_round, U, 0))
         pad = ((0, 0), (0, -T % V))
         user_NPV = jnp.pad(jnp.where(is_left, user_NT, T), pad, constant_values=T).reshape(N, -1, V)
         factor_NPV = jnp.pad(jnp.where(is_left, factor_NT, 0), pad).reshape(N, -1, V)
@@ -78,7 +84,7 @@ class BlockUsers:
         return cls(
             user_NT[:, :U],
             factor_NT[:, :U],
-            jnp.any(count_N > 0).astype(jnp.int32),
+            has_round.astype(jnp.int32),
             jnp.minimum(piece_E // user_NPV.shape[1], N - 1).astype(jnp.int32),
             jnp.take(user_NPV.reshape(-1, V), piece_E, axis=0, mode="fill", fill_value=T),
             jnp.take(factor_NPV.reshape(-1, V), piece_E, axis=0, mode="fill", fill_value=0),
@@ -150,11 +156,12 @@ def lora_deltas_of_blocks(
         blocks = jax.tree.map(lambda table: jnp.take(table, block_K, axis=0, mode="clip"), whole)
         return add(sums, blocks, user_KV, factor_KV)
 
-    def round_(_: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+    def round_(sums: list[jax.Array]) -> list[jax.Array]:
         return add(sums, whole, users.user_NU, users.factor_NU)
 
     sums = [jnp.zeros((len(x_TI), b.shape[2]), _F32) for b in b_MNKO]
-    sums = jax.lax.fori_loop(0, users.num_rounds, round_, sums)
+    # Not a loop of no or one turn: XLA would take what stays the same, which is all products, out of it.
+    sums = jax.lax.cond(users.num_rounds > 0, round_, lambda sums: sums, sums)
     sums = jax.lax.fori_loop(0, users.num_turns, turn, sums)
     return [y_TO.T if features_first else y_TO for y_TO in sums]
 

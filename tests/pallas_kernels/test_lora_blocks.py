@@ -143,6 +143,18 @@ def test_blocks_with_more_users_than_a_round_takes_have_turns(shared, features_f
 
 
 @pytest.mark.parametrize("features_first", [True, False])
+@pytest.mark.parametrize(
+    ("used", "tokens_each", "rounds", "turns"), [(1, 1, 0, 1), (9, 1, 0, 3), (9, 5, 0, 3), (10, 1, 1, 0), (2, 20, 0, 1)]
+)
+def test_a_few_blocks_with_users_have_no_round(used, tokens_each, rounds, turns, features_first):
+    """Of 40 blocks: a round would read them all."""
+    problem = Problem([8] * 40, one_each([*range(used)] * tokens_each, 40), 32, (16, 24), free=0)
+    users = BlockUsers.of(jnp.asarray(problem.mix_RT))
+    assert (int(users.num_rounds), int(users.num_turns)) == (rounds, turns)
+    problem.check(features_first)
+
+
+@pytest.mark.parametrize("features_first", [True, False])
 def test_a_constant_row_is_a_bias(features_first):
     problem = Problem([8, 9], one_each([0, 1, -1, 1], 2), 16, (16, 8))
     row = BLOCK_ROWS * problem.blocks[1][1]
