@@ -42,7 +42,8 @@ def running(tmp_path_factory, configs):
         with (folder / "log").open("w") as log:
             server = Running(
                 "multilora_jax.serve", "--config", str(configs / "tiny.yaml"),
-                "--model", str(GOLDEN / "bases" / "tied"), "--load_format", "auto", "--tokenizer", str(configs / "tiny_model"), "--data_parallel_size", "2",
+                "--model", str(GOLDEN / "bases" / "tied"),
+                "--load_format", "auto", "--tokenizer", str(configs / "tiny_model"), "--data_parallel_size", "2",
                 "--max_num_seqs", "4", "--keys_file", write_keys(folder, **limits), *modules, "--port", "PORT",
                 "--drain_seconds", "60", output=log,
             )  # fmt: skip
