@@ -268,8 +268,9 @@ class RowBuffers:
         if side is self._next and all(map(side.rank_rows.holds, both)):
             side.rank_rows.changed = True
             self._now, self._next = side, None
-        if left_s < whole_s / 2:
+        if left_s < whole_s / 2 and not self._prompt_tokens:
             # This step is long as it is: who got his rows only now does not make it longer still by running in it.
+            # Beside prompts he does no harm: one after another they would take a step each.
             self._fresh = fresh.difference(active)
 
     def _insert(self, side: _Side, copy: RowCopy, pool: jax.Array, pages_of: PagesOf) -> None:
