@@ -19,7 +19,7 @@ from multilora_jax.sampling_params import StructuredOutputsParams
 from tests.tiny_engine import Request, greedy, make_adapter, run_all, tiny_engine, tokens_of
 
 SCHEMA = {
-    "type": "object", "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer"}},
+    "type": "object", "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"enum": [7, 42]}},
     "required": ["name", "age"], "additionalProperties": False,
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {"prompt_lookup_tokens": 4, "prompt_lookup_min": 1, "max_rank_rows": 128}
@@ -27,7 +27,7 @@ REPEATING = [3, 1, 4, 1, 5, 9, 2, 6] * 6
 
 
 def structured(**kind: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(**kind))
+    return SamplingParams(temperature=0, max_tokens=120, structured_outputs=StructuredOutputsParams(**kind))
 
 
 def requests_of(first: LoRARequest, second: LoRARequest) -> list[Request]:
@@ -48,6 +48,8 @@ def on_devices(folder: Path, tp: int, own_rank: int = 0, **options: Any) -> dict
     engine.runner.own_rows = OwnRows(own_rank)
     first, second = (make_adapter(folder / f"{name}-{tp}-{own_rank}", engine, rank, seed)
                      for seed, (name, rank) in enumerate((("first", 8), ("second", 12)), 1))  # fmt: skip
+    for lora in (first, second):
+        engine.add_lora(lora)  # a mix names them without their folders
     tokens = tokens_of(run_all(engine, requests_of(first, second)))
     before = engine.stats().prefix_hits
     again = tokens_of(run_all(engine, requests_of(first, second)))

