@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from multilora_jax.engine.rank_rows import ROW_BLOCK
-from multilora_jax.engine.step_plan import ScheduledStep, max_blocks, prompt_sizes
+from multilora_jax.engine.step_plan import ScheduledStep, decode_sizes, max_blocks, prompt_sizes
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.batch import ForwardBatch, SamplingBatch
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.request import Sequence
-from pallas_kernels.paged_attention.xla import PAGE_CHUNK, first_row, num_groups
+from pallas_kernels.paged_attention.xla import LEAST_RUN, PAGE_CHUNK, RUN_ROWS, first_row, num_groups
 from pallas_kernels.segmented_lora.xla_pieces import PromptPieces, Segment
 
 __all__ = [
@@ -68,10 +68,10 @@ class BuiltBatch:
 def batch_shapes(max_num_seqs: int, max_prompt_tokens: int, block: int, *, paced: bool = False) -> list[BatchShape]:
     """All step sizes to compile, smallest first.
 
-    Decode-only steps come in a few sizes from 2 rows (a batch of one is far slower than of two on CPUs) by factors of
-    four; steps with prompts have room for every sequence, and for the prompt tokens that `prompt_sizes` says.
+    Steps of decodes come in the sizes of `decode_sizes`; those with prompts have room for every sequence, and for the
+    prompt tokens that `prompt_sizes` says.
     """
-    decodes = [n for n in (2 * 4**i for i in range(8)) if n < max_num_seqs] + [max(2, max_num_seqs)]
+    decodes = decode_sizes(max_num_seqs)
     sizes = prompt_sizes(max_prompt_tokens, block, paced=paced)
     mixed = [BatchShape(n, max_blocks(n, block), decodes[-1]) for n in sizes]
     return [BatchShape(0, 0, n) for n in decodes] + mixed
@@ -116,6 +116,7 @@ def empty_batch(shape: BatchShape, spec: LlamaSpec, width: int, slots: int = 0) 
         "first_N": np.zeros(N, np.int32),
         "decode_chunks": np.zeros(num_groups(B, decode_group), np.int32),
         "prefill_chunks": np.zeros(num_groups(N, block_group), np.int32),
+        "runs_R3": np.zeros((B // LEAST_RUN if not P and spec.attention_backend == "xla" else 0, 3), np.int32),
         "mix_SX": np.zeros((S, slots), np.float32) if slots else None,
     }
     num_rows, pieces = slots * ROW_BLOCK, None
@@ -174,7 +175,13 @@ def build_batch(
         if slots:
             _set_mixes(batch.mix_SX, seqs, slot_of)
         _set_options(batch.sampling, range(len(seqs)), seqs)
-        _count_chunks(batch.decode_chunks, np.asarray(positions)[where], shape.num_decodes, spec.attention_groups[0], S)
+        last_U = np.asarray(positions)[where]
+        runs = _runs(step, [seq for seq, _ in rows]) if step.proposals else []
+        if runs and len(runs) <= len(batch.runs_R3) and LEAST_RUN * len(runs) <= len(decodes):
+            chunks_of = [-(-(1 + int(last_U[end - 1])) // (PAGE_CHUNK * S)) for _, end in runs]
+            batch.runs_R3[: len(runs)] = [(*run, count) for run, count in zip(runs, chunks_of, strict=True)]  # pyright: ignore
+        else:
+            _count_chunks(batch.decode_chunks, last_U, shape.num_decodes, spec.attention_groups[0], S)
     row = start = shape.num_decodes
     last: list[int] = []  # of each block: its last position
     for seq, count in step.prefills:
@@ -210,6 +217,16 @@ def build_batch(
 
 def _context(seq: Sequence) -> int:
     return seq.num_computed_tokens
+
+
+def _runs(step: ScheduledStep, decodes: list[Sequence]) -> list[tuple[int, int]]:
+    """First and end of the decode rows of each sequence with its proposals, in as many parts as attention takes."""
+    runs, row = list[tuple[int, int]](), 0
+    for seq in decodes:
+        end = row + 1 + len(step.proposals.get(seq, ()))
+        runs += [(first, min(first + RUN_ROWS, end)) for first in range(row, end, RUN_ROWS)]
+        row = end
+    return runs
 
 
 def _count_chunks(chunks_G: Any, last_U: np.ndarray, num_rows: int, group: int, page_tokens: int) -> None:

@@ -14,13 +14,14 @@ import numpy as np
 
 from multilora_jax.engine.kv_manager import KVManager
 from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.request import Sequence
 
 
 class PromptLookup:
     """The proposals of one text.
 
-    After a step in which the model agreed with all of them twice as many are made, up to `most`; else one more than it
-    agreed with.
+    How many are wanted doubles with every step in which the model agreed with as many, and halves otherwise, though not
+    below one more than it agreed with. Rows that a step would leave empty are filled with further ones.
 
     Args:
         most: proposals of one step.
@@ -28,7 +29,7 @@ class PromptLookup:
             counts.
 
     Attributes:
-        width: how many the next step may have.
+        width: how many the next step should have room for.
     """
 
     def __init__(self, most: int, longest: int, shortest: int):
@@ -45,7 +46,7 @@ class PromptLookup:
         Args:
             token_ids: the text, which may only have grown since the last call. Costs O(its length) in numpy.
         """
-        limit = min(limit, self.width)
+        limit = min(limit, self._most)
         self._take(token_ids)
         length = self._length
         if limit < 1 or length <= self._shortest:
@@ -67,7 +68,10 @@ class PromptLookup:
 
     def verified(self, proposed: int, accepted: int) -> None:
         """Tells how many of the last proposals the model agreed with."""
-        self.width = min(self._most, 2 * proposed if accepted == proposed else accepted + 1)
+        if accepted >= min(proposed, self.width):
+            self.width = min(self._most, 2 * max(self.width, accepted))
+        else:
+            self.width = max((self.width + 1) // 2, accepted + 1)
 
     def _take(self, token_ids: SequenceABC[int]) -> None:
         new = len(token_ids) - self._length
@@ -79,19 +83,50 @@ class PromptLookup:
         self._length += new
 
 
-def add_proposals(step: ScheduledStep, kv: KVManager, max_rows: int) -> None:
+def add_proposals(step: ScheduledStep, kv: KVManager, sizes: SequenceABC[int]) -> None:
     """Fills the decode rows that a step has left with proposals, as far as no sequence has to give up pages for them.
 
     Args:
         step: planned but for this.
         kv: gives the pages that proposals beyond a sequence's last page need.
-        max_rows: decode rows of the largest step.
+        sizes: decode rows of the compiled steps, ascending; those with prompts have the largest.
     """
-    spare = max_rows - len(step.decodes)
+    found = list[tuple[Sequence, PromptLookup, list[int]]]()
+    spare = sizes[-1] - len(step.decodes)
     for seq in step.decodes:
         if seq.lookup is not None and spare > 0:
             # The last token that a sequence may have is sampled in any case.
             tokens = seq.lookup.propose(seq.token_ids, min(spare, seq.max_total_tokens - seq.num_tokens - 1))
-            if tokens and kv.allocate_for(seq, 1 + len(tokens)):
-                step.proposals[seq] = tokens
-                spare -= len(tokens)
+            if tokens:
+                found.append((seq, seq.lookup, tokens))
+    if not found:
+        return
+    wishes = [min(lookup.width, len(tokens)) for _, lookup, tokens in found]
+    if not step.prefills:
+        spare = _rows_for(len(step.decodes), len(step.decodes) + sum(wishes), sizes) - len(step.decodes)
+    counts = _shares(wishes, spare)
+    rest = [len(tokens) - count for (*_, tokens), count in zip(found, counts, strict=True)]
+    for (seq, _, tokens), count, more in zip(found, counts, _shares(rest, spare - sum(counts)), strict=True):
+        tokens = tokens[: count + more]
+        if tokens and kv.allocate_for(seq, 1 + len(tokens)):
+            step.proposals[seq] = tokens
+
+
+def _rows_for(least: int, wanted: int, sizes: SequenceABC[int]) -> int:
+    """The size for `wanted` rows. What lies little above a size that holds the `least` is cut to it: a row costs far
+    less where it fills a step than where it makes it larger."""
+    smaller = 0
+    for size in sizes:
+        if size >= wanted:
+            return smaller if smaller >= least and 8 * (wanted - smaller) <= size - smaller else size
+        smaller = size
+    return smaller
+
+
+def _shares(wishes: list[int], total: int) -> list[int]:
+    """Parts of a total, none above its wish, the smallest as large as can be."""
+    shares, left = [0] * len(wishes), total
+    for order, i in enumerate(sorted(range(len(wishes)), key=wishes.__getitem__)):
+        shares[i] = min(wishes[i], left // (len(wishes) - order))
+        left -= shares[i]
+    return shares

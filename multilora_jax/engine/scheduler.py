@@ -39,7 +39,7 @@ from multilora_jax.engine.policies.gate import Gate, Rate
 from multilora_jax.engine.policies.pacer import StepPacer
 from multilora_jax.engine.prompt_lookup import add_proposals
 from multilora_jax.engine.scheduler_books import SchedulerBooks
-from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig, max_blocks
+from multilora_jax.engine.step_plan import PrefillBudget, ScheduledStep, SchedulerConfig, decode_sizes, max_blocks
 from multilora_jax.engine.waiting import WaitingQueue
 from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
@@ -281,7 +281,7 @@ class Scheduler(SchedulerBooks):
                 )
             return None
         entrance.flow.saw(step.num_prompt_tokens)
-        add_proposals(step, self._kv, self.config.max_num_seqs)
+        add_proposals(step, self._kv, decode_sizes(self.config.max_num_seqs))
         used = {adapter for seq in step.decodes for adapter in seq.adapters}
         used.update(adapter for seq, _ in step.prefills for adapter in seq.adapters)
         step.adapters = [adapter for adapter in self.active.users if adapter in used]

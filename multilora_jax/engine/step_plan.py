@@ -90,6 +90,14 @@ class SchedulerConfig:
         return -(-num_rows // self.row_block) * self.row_block
 
 
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Decode rows of the steps without prompts that are compiled, ascending; steps with prompts have the largest.
+
+    They go up from two rows by factors of four: each is several programs, and padding is cheap beside the weights.
+    """
+    return (*(n for n in (2 * 4**i for i in range(8)) if n < max_num_seqs), max(2, max_num_seqs))
+
+
 def max_blocks(num_prompt_tokens: int, block: int) -> int:
     """Prefill blocks of a step of so many prompt tokens: enough where blocks are half full on average."""
     return -(-2 * num_prompt_tokens // block)

@@ -148,6 +148,7 @@ class ForwardBatch:
     first_N: jax.Array  # int32[N], where in P each block begins
     decode_chunks: jax.Array  # int32[G], page chunks that each group of decode rows needs
     prefill_chunks: jax.Array  # int32[G'], the same of the prefill blocks
+    runs_R3: jax.Array  # int32[R, 3], runs of decode rows of one sequence each, instead of groups; see attend_runs
     sampling: SamplingBatch
     mix_SX: jax.Array | None  # float32[S, X], factor of row s on the adapter in slot x; None: nothing reads it
     pieces: PromptPieces | None  # the prompts by the rank rows of their adapters; None: few enough rows to take all
@@ -192,6 +193,7 @@ class LayerInputs:
     first_N: jax.Array  # int32[N]
     decode_chunks: jax.Array  # int32[G]
     prefill_chunks: jax.Array  # int32[G']
+    runs_R3: jax.Array  # int32[R, 3]
     cos_TH2: jax.Array  # float32[T, H/2]
     sin_TH2: jax.Array  # float32[T, H/2]
     mix_RT: jax.Array | None  # float32[R, T], factor of token t on the adapter that owns rank row r

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from multilora_jax.memory.geometry import PoolGeometry
 from multilora_jax.models.config import ModelConfig
 from multilora_jax.models.quantised import QuantWeight, quant_product
-from pallas_kernels.paged_attention import paged_attention, ragged_paged_attention
+from pallas_kernels.paged_attention import attend_runs, paged_attention, ragged_paged_attention
 
 _F32 = jnp.float32
 
@@ -169,7 +169,12 @@ def attend(
             q_TNH[:num_decodes, None], pool_LPE, layer, batch.table_SP[:num_decodes],
             batch.positions_T[:num_decodes, None], batch.decode_chunks, group=decode_group, **sizes,
         )  # fmt: skip
-        regions.append(out[:, 0])
+        out = out[:, 0]
+        if len(batch.runs_R3):
+            out = attend_runs(
+                out, q_TNH, pool_LPE, layer, batch.table_SP, batch.positions_T, batch.runs_R3, **sizes
+            )  # fmt: skip
+        regions.append(out)
     if num_prompt:
         # A block is as many tokens from its first on as fit: those of its row, whose places come first, and others.
         token_NQ = jnp.minimum(batch.first_N[:, None] + jnp.arange(spec.prefill_block), num_prompt - 1)

@@ -105,6 +105,7 @@ def _check(pool: jax.Array, batch: ForwardBatch, spec: LlamaSpec) -> None:
     chex.assert_equal_shape([batch.token_ids_T, batch.positions_T, batch.slots_T])
     integers = (batch.token_ids_T, batch.positions_T, batch.slots_T, batch.table_SP, batch.row_P, batch.first_N)
     chex.assert_rank([*integers, batch.decode_chunks, batch.prefill_chunks], [1, 1, 1, 2, 1, 1, 1, 1])
+    chex.assert_shape(batch.runs_R3, (None, 3))
     chex.assert_type(list(integers), jnp.int32)
     tokens, rows = len(batch.token_ids_T), len(batch.table_SP)
     no_users = batch.mix_SX is None and batch.plan is None
@@ -156,6 +157,7 @@ def begin(
         first_N=batch.first_N,
         decode_chunks=batch.decode_chunks,
         prefill_chunks=batch.prefill_chunks,
+        runs_R3=batch.runs_R3,
         cos_TH2=top["cos"][batch.positions_T],
         sin_TH2=top["sin"][batch.positions_T],
         mix_RT=mix_RT,

@@ -54,9 +54,9 @@ def sequence(pages, computed, pending, *, prompt=None, adapter=None, scale=1.0, 
     )
 
 
-def build(decodes, prefills, shapes=None, index=None, rows=None):
+def build(decodes, prefills, shapes=None, index=None, rows=None, proposals=None):
     shapes = shapes or batch_shapes(8, 48, BLOCK)
-    step = ScheduledStep(decodes=decodes, prefills=prefills)
+    step = ScheduledStep(decodes=decodes, prefills=prefills, proposals=proposals or {})
     slots = max(index.values()) + 1 if index else 0
     starts = rows or {adapter: [] for adapter in index or ()}
     slot_of = (index or {}).__getitem__
@@ -132,6 +132,33 @@ def test_decode_rows():
     assert not np.any(batch.prefill_chunks)
     assert list(batch.sampling.index_S[:3]) == [0, 1, 2]
     assert list(batch.sampling.position_S[:3]) == [1, 21, 129]
+
+
+def test_proposals_of_few_sequences_are_runs():
+    """Attention takes them sequence by sequence, at most eight rows at a time, where that is fewer turns than rows."""
+    pages, shapes = Pages(), batch_shapes(16, 48, BLOCK)
+    short, long = sequence(pages, 20, 20), sequence(pages, 120, 20)
+    built = build([long, short], [], shapes, proposals={short: [7] * 3, long: [8] * 10})
+    assert built.rows == [(short, 0), (long, 4)]
+    assert built.shape == BatchShape(0, 0, 16)
+    # Positions 20 to 23, 120 to 127 and 128 to 130: 24, 128 and 131 tokens at 64 a chunk.
+    assert built.batch.runs_R3.tolist() == [[0, 4, 1], [4, 12, 2], [12, 15, 3], [0, 0, 0], [0, 0, 0]]
+    assert not np.any(built.batch.decode_chunks)
+    assert list(built.batch.token_ids_T[:15]) == [1060, 7, 7, 7, 1360, *[8] * 10]
+
+
+def test_rows_that_runs_would_not_help_stay_groups():
+    pages = Pages()
+    seqs = [sequence(pages, 20, 9) for _ in range(4)]
+    for decodes, prefills, proposals in (
+        (seqs, [], {seqs[0]: [7] * 3}),  # seven rows of four sequences
+        (seqs[:1], [], {}),
+        (seqs[:1], [(seqs[1], 9)], {seqs[0]: [7] * 3}),  # beside a prompt
+        (seqs[:1], [], {seqs[0]: [7]}),
+    ):
+        batch = build(decodes, prefills, proposals=proposals).batch
+        assert not np.any(batch.runs_R3)
+        assert np.any(batch.decode_chunks)
 
 
 def test_prefill_chunks_are_packed_and_have_blocks_of_their_own():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from multilora_jax.engine.prompt_lookup import PromptLookup
+from multilora_jax.engine.prompt_lookup import PromptLookup, _rows_for, _shares
+from multilora_jax.engine.step_plan import decode_sizes
 from multilora_jax.request import SamplingParams
 from tests.tiny_engine import Request, make_adapter, run_all, tiny_engine, tokens_of
 
@@ -38,15 +39,39 @@ def test_what_followed_the_last_occurrence_is_proposed(seed):
 
 def test_width_follows_what_the_model_accepts():
     lookup = PromptLookup(8, 3, 1)
-    lookup.verified(8, 2)
-    assert len(lookup.propose(REPEATING, 99)) == 3
-    lookup.verified(3, 3)
-    assert lookup.width == 6
-    lookup.verified(6, 0)
-    assert lookup.width == 1
-    for _ in range(5):
-        lookup.verified(lookup.width, lookup.width)
-    assert lookup.width == 8
+    widths = []
+    for proposed, accepted in [(8, 2), (4, 4), (7, 1), (7, 0), (7, 0), (7, 0), (1, 1), (7, 2), (7, 7), (3, 3)]:
+        lookup.verified(proposed, accepted)
+        widths.append(lookup.width)
+    assert widths == [4, 8, 4, 2, 1, 1, 2, 4, 8, 8]
+    assert len(lookup.propose(REPEATING, 99)) == 8  # what a step has room for is the step's business
+
+
+@pytest.mark.parametrize(
+    ("wishes", "total", "shares"),
+    [([3, 3], 9, [3, 3]), ([7, 1, 7], 9, [4, 1, 4]), ([7, 7, 7], 8, [2, 3, 3]), ([], 5, []), ([4, 2], 0, [0, 0])],
+)
+def test_shares_are_as_equal_as_wishes_allow(wishes, total, shares):
+    assert _shares(wishes, total) == shares
+
+
+@pytest.mark.parametrize(
+    ("least", "wanted", "rows"),
+    [(1, 2, 2), (1, 3, 8), (1, 9, 8), (1, 11, 8), (1, 12, 32), (9, 10, 32), (8, 9, 8), (1, 90, 40), (33, 40, 40)],
+)
+def test_steps_are_not_made_larger_for_little(least, wanted, rows):
+    assert _rows_for(least, wanted, decode_sizes(40)) == rows
+
+
+def test_rows_that_a_step_leaves_empty_are_filled():
+    """One sequence of eight seats: where it wants a guess more than the smallest step holds, it gets seven."""
+    engine = tiny_engine(max_num_seqs=8, pool_pages=100, enable_lora=False, prompt_lookup_tokens=8, narrow=False)
+    seen, execute = [], engine.runner.execute
+    engine.runner.execute = lambda step, *rest: seen.append(step.num_decode_rows) or execute(step, *rest)
+    [out] = run_all(engine, [Request(REPEATING, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))])
+    assert len(out.outputs[0].token_ids) == 60
+    assert 8 in seen
+    assert all(rows in (0, 1, 2, 8) for rows in seen[:-6])  # towards the answer's end fewer are left to guess
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,7 @@ def test_every_backend_is_told_the_window(monkeypatch):
     batch = SimpleNamespace(
         positions_T=jnp.zeros(6, jnp.int32), row_P=jnp.full(4, 2, jnp.int32), first_N=jnp.zeros(1, jnp.int32),
         table_SP=jnp.zeros((3, 4), jnp.int32), decode_chunks=None, prefill_chunks=None,
+        runs_R3=jnp.zeros((0, 3), jnp.int32),
     )  # fmt: skip
     model = replace(MODEL, sliding_window=21)
     for backend in ("triton", "xla"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention, paged_attention_reference
+from pallas_kernels.paged_attention import attend_runs, paged_attention, paged_attention_reference
 from pallas_kernels.paged_attention.xla import PAGE_CHUNK, first_row, num_groups
 
 TOLERANCE = {
@@ -153,6 +153,31 @@ def test_queries_of_a_row_read_one_layer_only():
         for layer in (0, 1)
     )
     assert np.abs(first - second).max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 9, 100])
+@pytest.mark.parametrize("runs", [[(0, 5, 40)], [(0, 3, 61), (3, 11, 126), (11, 14, 5)], [(0, 1, 0), (1, 2, 64)]])
+def test_runs_are_rows_of_one_sequence(runs, window):
+    """Each row of (first, end, first position) sees what it would by itself, also in the last rows, where a run's
+    eight would reach beyond the batch; rows of no run keep what they have."""
+    rng, rows, (K, S, H) = np.random.default_rng(0), 14, (2, 16, 16)
+    kv = rng.standard_normal((1, 33, 2, K, S, H)).astype(np.float32)
+    pool = jnp.asarray(kv.view(np.uint32).reshape(1, 33, -1))
+    q, kept = (rng.standard_normal((rows, 4, H)).astype(np.float32) for _ in range(2))
+    table_BP, position_B = np.zeros((rows, 3 * PAGE_CHUNK), np.int32), np.zeros(rows, np.int32)
+    runs_R3 = np.zeros((4, 3), np.int32)
+    for index, (first, end, position) in enumerate(runs):
+        table_BP[first:end, :10] = 1 + 10 * index + np.arange(10)
+        position_B[first:end] = position + np.arange(end - first)
+        runs_R3[index] = first, end, -(-(position + end - first) // (PAGE_CHUNK * S))
+    sizes = {"num_kv_heads": K, "page_tokens": S, "window": window}
+    got = jax.jit(lambda *args: attend_runs(*args, **sizes))(kept, q, pool, 0, table_BP, position_B, runs_R3)
+    used = slice(0, runs[-1][1])
+    wanted = paged_attention_reference(
+        q[used, None], kv[0, :, 0], kv[0, :, 1], table_BP[used], position_B[used, None], window
+    )
+    np.testing.assert_allclose(got[used], wanted[:, 0], rtol=0, atol=TOLERANCE["float32"])
+    np.testing.assert_array_equal(got[used.stop :], kept[used.stop :])
 
 
 @settings(max_examples=12)
