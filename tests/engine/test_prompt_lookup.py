@@ -63,11 +63,13 @@ def test_steps_are_not_made_larger_for_little(least, wanted, rows):
     assert _rows_for(least, wanted, decode_sizes(40)) == rows
 
 
-def test_rows_that_a_step_leaves_empty_are_filled():
+def test_rows_that_a_step_leaves_empty_are_filled(monkeypatch):
     """One sequence of eight seats: where it wants a guess more than the smallest step holds, it gets seven."""
     engine = tiny_engine(max_num_seqs=8, pool_pages=100, enable_lora=False, prompt_lookup_tokens=8, narrow=False)
     seen, execute = [], engine.runner.execute
-    engine.runner.execute = lambda step, *rest: seen.append(step.num_decode_rows) or execute(step, *rest)
+    monkeypatch.setattr(
+        engine.runner, "execute", lambda step, *rest: seen.append(step.num_decode_rows) or execute(step, *rest)
+    )
     [out] = run_all(engine, [Request(REPEATING, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))])
     assert len(out.outputs[0].token_ids) == 60
     assert 8 in seen
