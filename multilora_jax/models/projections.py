@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +73,14 @@ class LayerDeltas:
         """y plus the deltas of modules that share the input x: this shard's features of x and of the outputs, which
         lie side by side."""
         if self.pieces is None:
-            return y + self._dense(spec, x, self.mix_RT, modules)
+            # Each delta to its part of y, which is taken apart again anyway: joined, all are written down once more.
+            deltas = self._dense(spec, x, self.mix_RT, modules)
+            ends = list(itertools.accumulate(delta.shape[spec.feature_axis] for delta in deltas))
+            parts = jnp.split(y, ends[:-1], spec.feature_axis)
+            return jnp.concatenate(list(map(jnp.add, parts, deltas)), spec.feature_axis)
         axis, num_decodes = 1 - spec.feature_axis, x.shape[1 - spec.feature_axis] - self.num_prompt_tokens
         few = jax.lax.slice_in_dim(x, 0, num_decodes, axis=axis)
-        few = self._dense(spec, few, self.mix_RT[:, :num_decodes], modules)
+        few = jnp.concatenate(self._dense(spec, few, self.mix_RT[:, :num_decodes], modules), spec.feature_axis)
         rows, pieces, num_tokens = self._of(modules), self.pieces, self.num_prompt_tokens
 
         def add_prompts(y_TO: jax.Array, x_TI: jax.Array) -> jax.Array:
@@ -86,8 +91,8 @@ class LayerDeltas:
         few += jax.lax.slice_in_dim(y, 0, num_decodes)
         return add_prompts(jax.lax.dynamic_update_slice(y, few, (0, 0)), x)
 
-    def _dense(self, spec: LlamaSpec, x: jax.Array, mix_RT: jax.Array, modules: tuple[str, ...]) -> jax.Array:
-        """The deltas of tokens by all rank rows, or by the blocks that they use; the modules' outputs side by side."""
+    def _dense(self, spec: LlamaSpec, x: jax.Array, mix_RT: jax.Array, modules: tuple[str, ...]) -> list[jax.Array]:
+        """The deltas of tokens by all rank rows, or by the blocks that they use; of each module."""
         a, b_M, scale_MR, const_MR = self._of(modules)
         layout: Any = {"features_first": spec.features_first, "axis_name": spec.axis_name}
         if self.users is not None:
@@ -96,7 +101,7 @@ class LayerDeltas:
             own_rows = spec.own_rows if self.pieces is None else 0  # an average over all tokens of the step
             s = lora_shrink(x, a, scale_MR, mix_RT, const_MR, own_rows=own_rows, **layout)
             deltas = [self.expand(spec, s[m], module) for m, module in enumerate(modules)]
-        return jnp.concatenate(deltas, spec.feature_axis)
+        return deltas
 
     def _of(self, modules: tuple[str, ...]) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
         """Of modules that share an input: their rows of A, of each its rows of B, and what the rows are there."""
