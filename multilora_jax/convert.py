@@ -61,6 +61,8 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     for name in ("model", "out"):
         if f[name].value is None:
             raise UserError(f"give --{name} (--help lists the flags)", reason="missing_key", param=name)
+    if f.cold and not os.path.exists(os.path.expanduser(f.model)):
+        raise UserError("--cold: give the original as a file or a folder", reason="bad_value", param="cold")
     logging.set_verbosity(logging.ERROR)  # Orbax reports every step of a save
     model, out = os.path.expanduser(f.model), os.path.expanduser(f.out)
     start = time.perf_counter()
@@ -78,8 +80,6 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     print(f"{out}: {size / 2**20:.1f} MiB, written in {seconds:.1f} s, peak memory {peak / 2**20:.0f} MiB", flush=True)
     if not f.compare or checkpoints.is_adapter(out):
         return 0
-    if f.cold and not os.path.exists(model):
-        raise UserError("--cold: give the original as a file or a folder", reason="bad_value", param="cold")
     return max(compare(model, out, f.dtype, f.quantize, f.rounds, cold) for cold in (False, True)[: 1 + f.cold])
 
 
