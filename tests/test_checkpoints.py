@@ -203,6 +203,12 @@ def test_tensors_of_other_shapes_or_types_are_refused(copy, golden_tiny, tmp_pat
     assert "has shape [96, 64], the configuration asks for [128, 64]" in refusal(tmp_path / "wide")
 
 
+def unlist(manifest: dict[str, Any], part: str) -> None:
+    """Takes a file out of a manifest, and a larger tensor, so that the files still have bytes enough."""
+    del manifest["files"][f"weights/{manifest['tensors'][UP]['group']}/{UP}/{part}"]
+    del manifest["tensors"]["model.embed_tokens.weight"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -214,8 +220,8 @@ def test_tensors_of_other_shapes_or_types_are_refused(copy, golden_tiny, tmp_pat
         (lambda m: m.update(quantization="int8"), "is float32 and should be of int8"),
         (lambda m: m.update(files={}), "lists no files"),
         (lambda m: m["files"].update({"weights/../../x": 1}), "which is no file of weights"),
-        (lambda m: m["files"].pop(f"weights/{m['tensors'][UP]['group']}/{UP}/0.0"), "does not list its part 0.0"),
-        (lambda m: m["files"].pop(f"weights/{m['tensors'][UP]['group']}/{UP}/.zarray"), "does not list its .zarray"),
+        (lambda m: unlist(m, "0.0"), "does not list its part 0.0"),
+        (lambda m: unlist(m, ".zarray"), "does not list its .zarray"),
         (lambda m: m["files"].update({"weights/0000": 4096}), "is not a regular file"),
         (lambda m: m["tensors"].update({"a/b": m["tensors"]["model.norm.weight"]}), "is malformed"),
         (lambda m: m["tensors"]["model.norm.weight"].update(group="../.."), "is malformed"),
