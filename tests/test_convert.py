@@ -88,4 +88,4 @@ def test_smollm2_comes_back_bit_for_bit(tmp_path):
     assert other is not None
     messages = [{"role": "user", "content": "Grüße, 123!"}]
     assert one.encode_chat(messages) == other.encode_chat(messages)
-    assert one.fingerprint == other.fingerprint
+    assert one.fingerprint() == other.fingerprint()
