@@ -43,6 +43,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 GROUP_BYTES = 256 << 20
 """Bytes of tensors that are in memory together while a model is converted; two such groups at a time."""
 
+_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
+"""Tensors of which a shard holds columns; of all others it holds rows, or the whole."""
+
 _CARRIED = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*",
@@ -90,15 +93,16 @@ def save(
             reason="bad_value", param="model",
         )  # fmt: skip
     names = list(expected_shapes(checkpoint.config))
-    with FolderWriter(out, "model", ocdbt=True) as writer:
+    by_columns = {name for name in names if name.endswith(_BY_COLUMNS)}
+    with FolderWriter(out, "model") as writer:
         group: dict[str, np.ndarray] = {}
         for name in tqdm(names, desc="Converting", unit="tensor", disable=not progress):
             group |= _converted(name, checkpoint, dtype, quantization)
             if sum(tensor.nbytes for tensor in group.values()) >= group_bytes:
-                writer.add(group)
+                writer.add(group, by_columns)
                 group = {}
         if group:
-            writer.add(group)
+            writer.add(group, by_columns)
         _carry(checkpoint, writer.folder)
         writer.say(source=checkpoint.source, dtype=dtype, quantization=quantization)
 
@@ -163,7 +167,7 @@ def save_adapter(adapter: str | os.PathLike[str], out: str | os.PathLike[str]) -
             raise AdapterError(str(error), reason="unbound_tensors", param="lora_path") from None
         tensors[entry.name] = np.frombuffer(data, own).reshape(entry.shape)
         hashed.append([base64.b64encode(b"".join(before)).decode(), entry.name])
-    with FolderWriter(out, "adapter", ocdbt=False) as writer:
+    with FolderWriter(out, "adapter") as writer:
         writer.add(tensors)
         for pattern in (CONFIG_FILE, *_CARRIED[2:]):
             for path in sorted(Path(folder).glob(pattern)):
@@ -226,6 +230,7 @@ def restore(
 
 def measure(model: str, dtype: str, quantization: str | None) -> dict[str, Any]:
     """What restoring takes in this process, which should be fresh: seconds, peak bytes, and a digest of the result."""
+    jax.devices()  # what starting jax takes is not restoring's
     import_bytes, start = peak_memory_bytes(), time.perf_counter()
     params = restore(model, dtype=dtype, quantization=quantization).params()
     jax.block_until_ready(params)

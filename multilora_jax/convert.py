@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -47,6 +48,10 @@ def define_flags(flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
     absl_flags.DEFINE_boolean(
         "compare", True, "Restore the result and the original, and print what both take.", flag_values=f
     )
+    absl_flags.DEFINE_integer("rounds", 2, "Times that both are restored, in turn.", lower_bound=1, flag_values=f)
+    absl_flags.DEFINE_boolean(
+        "cold", False, "Compare with files that the system has dropped from its cache, too.", flag_values=f
+    )
 
 
 def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS) -> int:
@@ -56,6 +61,8 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     for name in ("model", "out"):
         if f[name].value is None:
             raise UserError(f"give --{name} (--help lists the flags)", reason="missing_key", param=name)
+    if f.cold and not os.path.exists(os.path.expanduser(f.model)):
+        raise UserError("--cold: give the original as a file or a folder", reason="bad_value", param="cold")
     logging.set_verbosity(logging.ERROR)  # Orbax reports every step of a save
     model, out = os.path.expanduser(f.model), os.path.expanduser(f.out)
     start = time.perf_counter()
@@ -73,31 +80,50 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     print(f"{out}: {size / 2**20:.1f} MiB, written in {seconds:.1f} s, peak memory {peak / 2**20:.0f} MiB", flush=True)
     if not f.compare or checkpoints.is_adapter(out):
         return 0
-    return compare(model, out, f.dtype, f.quantize)
+    return max(compare(model, out, f.dtype, f.quantize, f.rounds, cold) for cold in (False, True)[: 1 + f.cold])
 
 
-def compare(model: str, out: str, dtype: str, quantization: str | None, rounds: int = 2) -> int:
-    """Restores both in turn, some rounds of it, and prints a table; 0 if their parameters are the same."""
+def compare(model: str, out: str, dtype: str, quantization: str | None, rounds: int = 2, cold: bool = False) -> int:
+    """Restores both in turn, some rounds of it, and prints a table; 0 if their parameters are the same.
+
+    Args:
+        model: what was converted.
+        out: the folder made of it.
+        dtype: restored to; auto takes one that holds every stored value, so that all of them are compared.
+        quantization: as it was converted.
+        rounds: of both, each in a fresh process; which comes first alternates.
+        cold: drop the files from the system's cache before each.
+    """
     if dtype == "auto":
-        # In a type that holds every stored value, so that all of them are compared.
         checkpoint = OrbaxCheckpoint(Path(out))
         kinds = {tensor.dtype.name for tensor in checkpoint.stored.tensors.values()}
         dtype = "bfloat16" if kinds == {"bfloat16"} else "float32"
-    runs = [
-        {name: _measured(path, dtype, quantization) for name, path in (("original", model), ("orbax", out))}
-        for _ in range(rounds)  # at the first the system may still be writing the folder to the disk
-    ]
-    found = {name: min((run[name] for run in runs), key=lambda facts: facts["seconds"]) for name in runs[0]}
-    print(f"restored as {quantization or dtype}, the best of {rounds} fresh processes, files in the system's cache:")
-    for name, facts in found.items():
-        peak, before = facts["peak_bytes"] / 2**20, facts["bytes_before"] / 2**20
-        print(f"  {name:9}{facts['seconds']:8.2f} s   peak memory {peak:.0f} MiB, {before:.0f} of them before loading")
+    paths = {"original": model, "orbax": out}
+    runs: list[dict[str, Any]] = []
+    for turn in range(rounds):
+        names = list(paths)[:: 1 if turn % 2 == 0 else -1]
+        runs.append({name: _measured(paths[name], dtype, quantization, cold) for name in names})
+    where = "dropped from" if cold else "in"
+    print(
+        f"restored as {quantization or dtype}, medians of {rounds} fresh processes, files {where} the system's cache:"
+    )
+    for name in paths:
+        seconds = sorted(run[name]["seconds"] for run in runs)
+        peak, before = (max(run[name][key] for run in runs) / 2**20 for key in ("peak_bytes", "bytes_before"))
+        print(
+            f"  {name:9}{statistics.median(seconds):8.2f} s ({seconds[0]:.2f} to {seconds[-1]:.2f})   "
+            f"peak memory {peak:.0f} MiB, {before:.0f} of them before loading"
+        )
+    ratios = sorted(run["orbax"]["seconds"] / run["original"]["seconds"] for run in runs)
+    print(f"  orbax takes {statistics.median(ratios):.2f} of the time ({ratios[0]:.2f} to {ratios[-1]:.2f})")
     same = len({facts["digest"] for run in runs for facts in run.values()}) == 1
     print("  every parameter is the same, bit for bit" if same else "  THE PARAMETERS DIFFER: do not use this folder")
     return 0 if same else 1
 
 
-def _measured(model: str, dtype: str, quantization: str | None) -> dict[str, Any]:
+def _measured(model: str, dtype: str, quantization: str | None, cold: bool) -> dict[str, Any]:
+    if cold:
+        _drop_from_cache(Path(model))
     code = (
         "import json, sys; from multilora_jax import checkpoints; "
         "print(json.dumps(checkpoints.measure(*json.loads(sys.argv[1]))))"
@@ -107,6 +133,15 @@ def _measured(model: str, dtype: str, quantization: str | None) -> dict[str, Any
     if done.returncode:
         raise UserError(f"{model} could not be restored: {done.stderr.strip().splitlines()[-1]}", param="model")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _drop_from_cache(path: Path) -> None:
+    """Lets the system forget what it keeps of a file, or of a folder's, once all of it is on the disk."""
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

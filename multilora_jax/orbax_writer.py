@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Container
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,9 +16,10 @@ import orbax.checkpoint as ocp
 from multilora_jax.errors import UserError
 from multilora_jax.stored_tensors import FORMAT, MANIFEST_FILE, UNFINISHED_FILE, WEIGHTS_FOLDER, checked_name
 
-_LEAST_CHUNK, _MOST_CHUNK, _CHUNKS = 1 << 20, 4 << 20, 64
-"""A tensor is stored in chunks of about a 64th of it, within these bytes: a shard of eight reads whole chunks only, and
-there are not so many that each costs more than its bytes."""
+_PARTS, _LEAST_PART = 16, 1 << 20
+"""Tensors whose columns shards hold are stored in about so many parts, of at least so many bytes: Orbax halves the
+longer side first, so that of eight shards each reads little more than its own. Any other tensor is one file, of which
+rows are read as they are wanted: there the fewest files are the fastest."""
 
 
 class FolderWriter:
@@ -30,15 +32,14 @@ class FolderWriter:
     Args:
         out: the folder to make.
         kind: "model" or "adapter".
-        ocdbt: few files that hold many tensors each, or a folder for each tensor.
 
     Raises:
         UserError: `out` exists (`already_exists`), or nothing can be made there (`bad_value`).
     """
 
-    def __init__(self, out: str | os.PathLike[str], kind: str, *, ocdbt: bool):
+    def __init__(self, out: str | os.PathLike[str], kind: str):
         self._out = Path(out).expanduser().absolute()
-        self._about: dict[str, Any] = {"format": FORMAT, "kind": kind, "ocdbt": ocdbt}
+        self._about: dict[str, Any] = {"format": FORMAT, "kind": kind, "ocdbt": False}
         self._tensors: dict[str, dict[str, Any]] = {}
         self._num_groups = 0
         if os.path.lexists(self._out):
@@ -57,7 +58,7 @@ class FolderWriter:
             raise UserError(
                 f"out: cannot make {str(self.folder)!r}: {error.strerror}", reason="bad_value", param="out"
             ) from None
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=False, use_compression=False)
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler)
 
     def __enter__(self) -> FolderWriter:
@@ -73,15 +74,22 @@ class FolderWriter:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)  # is not there any more if all went well
 
-    def add(self, tensors: dict[str, np.ndarray]) -> None:
-        """Begins to write a group, once the one before is written. The arrays must not change any more."""
+    def add(self, tensors: dict[str, np.ndarray], by_columns: Container[str] = ()) -> None:
+        """Begins to write a group, once the one before is written.
+
+        Args:
+            tensors: by name; they must not change any more.
+            by_columns: those whose columns are split over shards.
+        """
         group = f"{self._num_groups:04d}"
         self._num_groups += 1
         for name, tensor in tensors.items():
             entry = {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "group": group}
             self._tensors[checked_name(name)] = entry
         chunks = {
-            name: ocp.SaveArgs(chunk_byte_size=min(max(tensor.nbytes // _CHUNKS, _LEAST_CHUNK), _MOST_CHUNK))
+            name: ocp.SaveArgs(
+                chunk_byte_size=max(tensor.nbytes // _PARTS, _LEAST_PART) if name in by_columns else None
+            )
             for name, tensor in tensors.items()
         }
         self._checkpointer.save(

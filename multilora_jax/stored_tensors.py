@@ -1,10 +1,9 @@
 """Reads the folders that `checkpoints.save` writes: tensors in Orbax's format beside a manifest (host only, no jax).
 
 A folder holds `multilora_checkpoint.json`, the manifest; `weights/0000`, `weights/0001` and so on, each a whole Orbax
-checkpoint of some of the tensors; and whatever else belongs to the model or the adapter. Orbax stores arrays as
-TensorStore's, so TensorStore reads them: any part of a tensor by itself, into memory that the caller owns, many at
-once. A missing chunk would read as zeros, silently; so the manifest lists every file with its size, and every tensor
-with its shape and type, and all of that is checked before anything is read.
+checkpoint of some of the tensors, with a folder for each tensor (see zarr_array); and whatever else belongs to the
+model or the adapter. The manifest lists every file with its size, and every tensor with its shape and type, and all of
+that is checked before anything is read: Orbax takes a missing chunk for zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from multilora_jax.safetensors_file import FileError, open_regular, refuse_lfs_pointer
+from multilora_jax.zarr_array import ABOUT_FILE, ZarrArray
 
 MANIFEST_FILE = "multilora_checkpoint.json"
 UNFINISHED_FILE = "multilora_unfinished"
@@ -37,6 +36,7 @@ DTYPES: dict[str, np.dtype] = {
         ("float32", np.float32), ("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16), ("int8", np.int8),
     )
 }  # fmt: skip
+_ZARR_NAMES = {"<f4": "float32", "<f2": "float16", "bfloat16": "bfloat16", "|i1": "int8"}
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "_sharding")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -93,11 +93,15 @@ class StoredTensors:
         self.about = _parse(text)
         if self.about.get("kind") != kind:
             raise _corrupt(f"holds {_a(str(self.about.get('kind')))}, not {_a(kind)}")
-        self.ocdbt = self.about["ocdbt"] is True
+        if self.about["ocdbt"] is not False:
+            raise _corrupt(
+                f"its tensors lie together in OCDBT files, as earlier versions wrote them; this one reads them faster, "
+                f"from files of their own: {_AGAIN}"
+            )
         self.tensors = {name: _entry(name, value) for name, value in self.about.pop("tensors").items()}
-        self._check_files(self.about.pop("files"))
-        self._stores: dict[str, Any] = {}
-        self._open(self.tensors)
+        files = self.about.pop("files")
+        self._check_files(files)
+        self._arrays = {name: self._open(tensor, files) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, whole, in memory of its own and in the stored type.
@@ -106,26 +110,21 @@ class StoredTensors:
             FileError: it cannot be read any more.
         """
         out = np.empty(self.tensors[name].shape, self.tensors[name].dtype)
-        finish(self.read_into(name, (), out))
+        self.read_into(name, (), out)
         return out
 
-    def read_into(self, name: str, index: tuple[slice, ...], out: np.ndarray) -> Any:
-        """Begins to read a part of a tensor.
+    def read_into(self, name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """Reads a part of a tensor; any number of threads may at once.
 
         Args:
             index: a slice for each axis, or of the first axes.
             out: what it is written to, of the part's shape; converted where its type is another (bfloat16 and float16
                 are rounded to nearest even).
 
-        Returns:
-            What `finish` waits for.
+        Raises:
+            FileError: `corrupt` or `not_found`: a file was changed or cut off meanwhile, or the disk failed.
         """
-        import tensorstore as ts
-
-        source = self._stores[name][index] if index else self._stores[name]
-        if self.tensors[name].dtype != out.dtype:
-            source = ts.cast(source, ts.dtype(out.dtype.name))
-        return ts.array(out, copy=False, write=True).write(source)
+        self._arrays[name].read_into(index, out, self.tensors[name].dtype)
 
     def _check_files(self, files: Any) -> None:
         if not isinstance(files, dict) or not files:
@@ -135,7 +134,7 @@ class StoredTensors:
             if parts[0] != WEIGHTS_FOLDER or any(part in ("", ".", "..") for part in parts) or type(size) is not int:
                 raise _corrupt(f"{MANIFEST_FILE} lists {name[:200]!r}, which is no file of {WEIGHTS_FOLDER}")
             try:
-                status = os.stat(self.path / name)
+                status = os.stat(f"{self.path}/{name}")
             except (OSError, ValueError):
                 raise _corrupt(f"{name} is missing: copy it again, or {_AGAIN}") from None
             if not stat.S_ISREG(status.st_mode):
@@ -149,49 +148,27 @@ class StoredTensors:
         if wanted > sum(files.values()):
             raise _corrupt(f"{MANIFEST_FILE} lists tensors of {wanted} bytes, more than the files have")
 
-    def _open(self, names: Iterable[str]) -> None:
-        """Opens tensors, all at once, and checks that each is what the manifest says."""
-        import tensorstore as ts
-
-        context = ts.Context()
-        opening = {name: ts.open(self._spec(name), open=True, read=True, context=context) for name in names}
-        for name, future in opening.items():
-            tensor = self.tensors[name]
-            where = f"tensor {name} in {WEIGHTS_FOLDER}/{tensor.group}"
-            try:
-                store = future.result()
-            except ValueError as error:
-                raise _corrupt(f"{where} cannot be opened ({_first(error)}): {_AGAIN}") from None
-            shape, dtype = tuple(store.shape), store.dtype.name
-            if shape != tensor.shape or dtype != tensor.dtype.name:
-                raise _corrupt(
-                    f"{where} is {dtype}{list(shape)} and {MANIFEST_FILE} says {tensor.dtype.name}"
-                    f"{list(tensor.shape)}: the files are of two checkpoints, or were changed; {_AGAIN}"
-                )
-            codec = store.codec
-            if codec is None or codec.to_json().get("compressor") is not None:
-                raise _corrupt(f"{where} is compressed, which no conversion does: {_AGAIN}")
-            self._stores[name] = store
-
-    def _spec(self, name: str) -> dict[str, Any]:
-        group = (self.path / WEIGHTS_FOLDER / self.tensors[name].group).absolute()
-        if self.ocdbt:
-            kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{group}/"}, "path": f"{name}/"}
-        else:
-            kvstore = {"driver": "file", "path": f"{group}/{name}/"}
-        return {"driver": "zarr", "kvstore": kvstore}
-
-
-def finish(reading: Any) -> None:
-    """Waits for what `StoredTensors.read_into` began.
-
-    Raises:
-        FileError: `corrupt`: the file was changed or cut off meanwhile, or the disk failed.
-    """
-    try:
-        reading.result()
-    except (ValueError, OSError) as error:
-        raise _corrupt(f"it cannot be read ({_first(error)})") from None
+    def _open(self, tensor: StoredTensor, files: dict[str, int]) -> ZarrArray:
+        """Checks that a tensor is what the manifest says, and its files those that the manifest lists."""
+        place = f"{WEIGHTS_FOLDER}/{tensor.group}/{tensor.name}"
+        where = f"tensor {tensor.name} in {WEIGHTS_FOLDER}/{tensor.group}"
+        if f"{place}/{ABOUT_FILE}" not in files:
+            raise _corrupt(f"{where} cannot be opened ({MANIFEST_FILE} does not list its {ABOUT_FILE}): {_AGAIN}")
+        try:
+            array = ZarrArray(f"{self.path}/{place}")
+        except FileError as error:
+            raise FileError(error.kind, f"{where} cannot be opened ({error.message}): {_AGAIN}") from None
+        dtype = _ZARR_NAMES.get(array.dtype, array.dtype)
+        if array.shape != tensor.shape or dtype != tensor.dtype.name:
+            raise _corrupt(
+                f"{where} is {dtype}{list(array.shape)} and {MANIFEST_FILE} says "
+                f"{tensor.dtype.name}{list(tensor.shape)}: the files are of two checkpoints, or were changed; {_AGAIN}"
+            )
+        size = math.prod(array.chunks) * tensor.dtype.itemsize
+        for name in array.files():
+            if files.get(f"{place}/{name}") != size:
+                raise _corrupt(f"{where}: {MANIFEST_FILE} does not list its part {name} as it should be: {_AGAIN}")
+        return array
 
 
 def checked_name(name: str) -> str:
@@ -235,11 +212,6 @@ def _entry(name: str, value: Any) -> StoredTensor:
 
 def _a(kind: str) -> str:
     return f"{'an' if kind == 'adapter' else 'a'} {kind}"
-
-
-def _first(error: BaseException) -> str:
-    """The first sentence of an error of TensorStore's, which ends in the whole specification."""
-    return str(error).split(" [")[0][:300]
 
 
 def _corrupt(what: str) -> FileError:

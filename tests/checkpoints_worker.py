@@ -34,10 +34,10 @@ class Numbered:
     source = "numbered"
 
     def names(self) -> list[str]:
-        return list(expected_shapes(CONFIG))
+        return list(expected_shapes(self.config))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return expected_shapes(CONFIG)[name]
+        return expected_shapes(self.config)[name]
 
     def tensor(self, name: str) -> np.ndarray:
         seed = self.names().index(name)

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import load_llama
 from multilora_jax.request import LoRARequest
 from multilora_jax.stored_tensors import MANIFEST_FILE, UNFINISHED_FILE
+from tests.checkpoints_worker import CONFIG, Numbered
 from tests.converted import bits, edit, tied_adapter
 from tests.tiny_engine import Request, greedy, make_engine, run_all, tokens_of
 
 ROOT = Path(__file__).parent.parent
+UP = "model.layers.1.mlp.up_proj.weight"
 BASES = ("untied", "biased", "bf16file", "sharded")
 
 
@@ -68,6 +71,18 @@ def test_restoring_converts_as_loading_does(golden_tiny, converted, tmp_path, ki
     assert bits(converted, dtype=kind) == bits(source, dtype=kind)
     checkpoints.save(source, tmp_path / kind, dtype=kind)
     assert bits(tmp_path / kind, dtype=kind) == bits(source, dtype=kind)
+
+
+def test_rows_that_pad_a_vocabulary_are_zeros(tmp_path):
+    class Odd(Numbered):
+        config = replace(CONFIG, vocab_size=301, hidden_size=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn_size=64)
+
+    checkpoints.save(Odd(), tmp_path / "odd")
+    for dtype in ("float32", "bfloat16"):
+        one, other = (checkpoints.restore(m, dtype=dtype).params()["top"]["embed"] for m in (Odd(), tmp_path / "odd"))
+        assert len(other) > 301
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert not np.asarray(other[301:]).any()
 
 
 def test_eight_bits_are_those_that_the_engine_rounds_to(golden_tiny, converted, tmp_path):
@@ -121,7 +136,7 @@ def test_another_orbax_program_can_read_it(converted, golden_tiny):
 
 
 def test_a_missing_or_changed_file_is_named(copy):
-    victim = next(path for path in sorted((copy / "weights").rglob("*")) if path.is_file() and "/d/" in str(path))
+    victim = next(path for path in sorted((copy / "weights").rglob("*")) if path.name == "0.0")
     data, name = victim.read_bytes(), victim.relative_to(copy).as_posix()
     victim.write_bytes(data[:-1])
     assert f"{name} has {len(data) - 1} bytes instead of {len(data)}" in refusal(copy)
@@ -139,9 +154,9 @@ def test_an_interrupted_conversion_is_never_taken_for_a_whole_one(golden_tiny, t
     code = (
         "import os, sys; from multilora_jax import checkpoints, orbax_writer\n"
         "add = orbax_writer.FolderWriter.add\n"
-        "def once(self, tensors):\n"
+        "def once(self, *given):\n"
         "    if self._num_groups: os._exit(9)\n"
-        "    add(self, tensors)\n"
+        "    add(self, *given)\n"
         "orbax_writer.FolderWriter.add = once\n"
         "checkpoints.save(sys.argv[1], sys.argv[2], group_bytes=100_000)\n"
     )
@@ -188,15 +203,25 @@ def test_tensors_of_other_shapes_or_types_are_refused(copy, golden_tiny, tmp_pat
     assert "has shape [96, 64], the configuration asks for [128, 64]" in refusal(tmp_path / "wide")
 
 
+def unlist(manifest: dict[str, Any], part: str) -> None:
+    """Takes a file out of a manifest, and a larger tensor, so that the files still have bytes enough."""
+    del manifest["files"][f"weights/{manifest['tensors'][UP]['group']}/{UP}/{part}"]
+    del manifest["tensors"]["model.embed_tokens.weight"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda m: m.update(format=2), "has format 2, and this version reads 1"),
         (lambda m: m.update(kind="adapter"), "holds an adapter, not a model"),
+        (lambda m: m.update(ocdbt=True), "lie together in OCDBT files, as earlier versions wrote them"),
+        (lambda m: m.pop("ocdbt"), "convert the original again"),
         (lambda m: m.update(quantization="int3"), "its weights are in 'int3'"),
         (lambda m: m.update(quantization="int8"), "is float32 and should be of int8"),
         (lambda m: m.update(files={}), "lists no files"),
         (lambda m: m["files"].update({"weights/../../x": 1}), "which is no file of weights"),
+        (lambda m: unlist(m, "0.0"), "does not list its part 0.0"),
+        (lambda m: unlist(m, ".zarray"), "does not list its .zarray"),
         (lambda m: m["files"].update({"weights/0000": 4096}), "is not a regular file"),
         (lambda m: m["tensors"].update({"a/b": m["tensors"]["model.norm.weight"]}), "is malformed"),
         (lambda m: m["tensors"]["model.norm.weight"].update(group="../.."), "is malformed"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from multilora_jax.safetensors_file import FileError, Hasher
-from multilora_jax.stored_tensors import MANIFEST_FILE, WEIGHTS_FOLDER, StoredTensor, StoredTensors, finish
+from multilora_jax.stored_tensors import MANIFEST_FILE, WEIGHTS_FOLDER, StoredTensor, StoredTensors
 
 
 class OrbaxAdapterFile:
@@ -40,11 +40,8 @@ class OrbaxAdapterFile:
         Raises:
             FileError: `corrupt` where something has changed since the folder was opened.
         """
-        arrays = {name: np.empty(tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
-        readings = {name: self._stored.read_into(name, (), array) for name, array in arrays.items()}
         for before, name in self._hashed:
-            finish(readings.pop(name))
-            array = arrays.pop(name)
+            array = self._stored.read(name)
             hasher.update(before)
             hasher.update(array.reshape(-1).view(np.uint8))
             yield self.tensors[name], array.astype(np.float32, copy=False)

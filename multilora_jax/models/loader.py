@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,8 @@ MODEL_AXIS = "model"
 
 _LAYERS_AHEAD = 2
 """Layers that are being read while one is handed to the device, where reading goes on by itself."""
+_MOST_READERS = 16
+"""Threads that read an Orbax checkpoint, two for each core at most: half of them may wait for the disk."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +188,13 @@ def load_llama(
         if checkpoint is None:
             return functools.partial(draw_parameter, record, spec.dtype, mesh, tp, seed)
         if isinstance(checkpoint, OrbaxCheckpoint) and (checkpoint.quantization or not record.quantised):
-            return begin_restore(record, spec.dtype, mesh, tp, checkpoint)
+            return begin_restore(record, spec.dtype, mesh, tp, checkpoint, readers)
         return functools.partial(_read, record, spec, mesh, checkpoint)
 
     def begin_all(records: Iterable[ParamRecord]) -> dict[str, Callable[[], Any]]:
         return {record.name: begin(record) for record in records}
 
-    ahead = deque([begin_all(top_records(spec))])
+    ahead: deque[dict[str, Callable[[], Any]]] = deque()
     waiting = iter(range(spec.config.num_layers))
     built: list[dict[str, Any]] = []
 
@@ -199,11 +203,16 @@ def load_llama(
             ahead.append(begin_all(layer_records(spec, layer)))
         built.append({name: made() for name, made in ahead.popleft().items()})
 
-    build()
-    for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
-        built[0][name] = place(table, NamedSharding(mesh, P()))
-    for _ in progress(range(spec.config.num_layers)):
+    readers = ThreadPoolExecutor(min(2 * (os.cpu_count() or 1), _MOST_READERS))  # starts threads as there is work
+    try:
+        ahead.append(begin_all(top_records(spec)))
         build()
+        for name, table in zip(("cos", "sin"), rope_tables(spec.config, max_len), strict=True):
+            built[0][name] = place(table, NamedSharding(mesh, P()))
+        for _ in progress(range(spec.config.num_layers)):
+            build()
+    finally:
+        readers.shutdown(cancel_futures=True)
     return Llama(spec, built[0], built[1:])
 
 
@@ -235,5 +244,6 @@ def _join(spec: LlamaSpec, record: ParamRecord, tensors: Iterable[np.ndarray]) -
     for source, tensor in zip(record.sources, tensors, strict=True):
         first, length = record.place_of(source, tp)
         part = tensor.reshape(-1, length, *tensor.shape[1:])
-        shards[:, first : first + length] = np.repeat(part, record.copies_of(source), 0)
+        copies = record.copies_of(source)
+        shards[:, first : first + length] = part if copies == 1 else np.repeat(part, copies, 0)
     return out

@@ -7,7 +7,8 @@ shard needs of each tensor is read into its place, converted on the way. Reading
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """Bytes. XLA on CPUs takes over a buffer that begins at a multiple, any other is copied."""
+_PIECE_BYTES = 8 << 20
+"""What one thread reads at a time."""
 
 
 def begin_restore(
-    record: ParamRecord, dtype: Any, mesh: Mesh, tp: int, checkpoint: OrbaxCheckpoint
+    record: ParamRecord, dtype: Any, mesh: Mesh, tp: int, checkpoint: OrbaxCheckpoint, readers: Executor
 ) -> Callable[[], Any]:
     """Begins to read one parameter.
 
@@ -36,16 +39,17 @@ def begin_restore(
         mesh: devices.
         tp: shards of the model's axis.
         checkpoint: read from.
+        readers: threads that read.
 
     Returns:
         A function that waits for it and gives the placed array, or a QuantWeight of them.
     """
     if not record.quantised:
-        return _begin(record, record.sources, record.shape, record.spec, dtype, mesh, tp, checkpoint)
+        return _begin(record, record.sources, record.shape, record.spec, dtype, mesh, tp, checkpoint, readers)
     scales = tuple(source + SCALE for source in record.sources)
     split = P(record.spec[0])
-    values_OI = _begin(record, record.sources, record.shape, record.spec, np.int8, mesh, tp, checkpoint)
-    scale_O = _begin(record, scales, record.shape[:1], split, np.float32, mesh, tp, checkpoint)
+    values_OI = _begin(record, record.sources, record.shape, record.spec, np.int8, mesh, tp, checkpoint, readers)
+    scale_O = _begin(record, scales, record.shape[:1], split, np.float32, mesh, tp, checkpoint, readers)
     return lambda: QuantWeight(values_OI(), scale_O())
 
 
@@ -58,12 +62,13 @@ def _begin(
     mesh: Mesh,
     tp: int,
     checkpoint: OrbaxCheckpoint,
+    readers: Executor,
 ) -> Callable[[], jax.Array]:
     """begin_restore of an array that is laid together of the tensors `names` as the record's of its sources."""
     sharding = NamedSharding(mesh, partition)
     buffers: dict[tuple[Any, ...], np.ndarray] = {}
     devices: list[tuple[Any, tuple[Any, ...]]] = []
-    readings: list[tuple[str, Any]] = []
+    readings: list[Future[None]] = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -71,14 +76,18 @@ def _begin(
         if bounds in buffers:
             continue
         buffers[bounds] = buffer = _aligned(tuple(end - start for start, end in bounds), np.dtype(dtype))
+        if len(names) == 1 and bounds[0][1] > record.rows[0]:
+            buffer[max(record.rows[0] - bounds[0][0], 0) :] = 0
         columns = tuple(slice(*part) for part in bounds[1:])
-        for name, rows, place in _pieces(record, names, bounds[0], shape[0], tp):
-            part = buffer[place : place + rows.stop - rows.start]
-            readings.append((name, checkpoint.stored.read_into(name, (rows, *columns), part)))
+        for name, rows, first in _pieces(record, names, bounds[0], shape[0], tp):
+            for start, end in _divided(rows, buffer):
+                part = buffer[first + start - rows.start : first + end - rows.start]
+                index = (slice(start, end), *columns)
+                readings.append(readers.submit(checkpoint.read_into, name, index, part))
 
     def wait() -> jax.Array:
-        for name, reading in readings:
-            checkpoint.wait(name, reading)
+        for reading in readings:
+            reading.result()
         readings.clear()
         arrays = [jax.device_put(buffers[bounds], device) for device, bounds in devices]
         buffers.clear()
@@ -105,9 +114,15 @@ def _pieces(
     return pieces
 
 
+def _divided(rows: slice, buffer: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First row and end of pieces of about _PIECE_BYTES."""
+    step = max(1, _PIECE_BYTES // (buffer.nbytes // len(buffer)))
+    return ((start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step))
+
+
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros that begin at a multiple of _ALIGNMENT."""
+    """Memory that begins at a multiple of _ALIGNMENT."""
     size = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % _ALIGNMENT
     return raw[offset : offset + size].view(dtype).reshape(shape)

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+"""json.dumps would make an encoder of its own for each event."""
+
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that nobody is left to read (nginx's word for it)."""
 
@@ -113,8 +116,7 @@ class EventStream(Response):
 
 
 async def _send_event(send: Send, event: dict[str, Any]) -> None:
-    data = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": f"data: {_encode(event)}\n\n".encode(), "more_body": True})
 
 
 async def merged(streams: list[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -182,3 +182,21 @@ def test_descriptors_follow_the_connections_as_far_as_the_system_allows(monkeypa
     limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert fit_descriptors(ConnectionLimits(10**6, 1.0)).max_connections == 10**6
     assert made == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_closes_only_its_sending_side_counts_as_gone(make_server, stream):
+    """TCP does not tell it from one that hung up, and the engine must not work on for those."""
+    server = make_server(step_seconds=0.01, max_model_len=2000)
+    server.engine.gate.clear()
+    data = json.dumps({**GOOD, "max_tokens": 1000, "stream": stream}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with serving(server) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + data)
+        await wait_for(lambda: bool(server.engine.requests))
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(30)
+        assert connection.recv(100) == b"", "told at once that there will be no answer"
+        server.engine.gate.set()
+        await wait_for(lambda: not server.engine.requests)
+        assert server.engine.counts.steps < 1000

@@ -10,7 +10,7 @@ from multilora_jax.models.checkpoint.base import bad_checkpoint, reading, valida
 from multilora_jax.models.checkpoint.folder import read_config
 from multilora_jax.models.checkpoint.hub import resolve_tokenizer
 from multilora_jax.safetensors_file import FileError
-from multilora_jax.stored_tensors import DTYPES, StoredTensors, finish
+from multilora_jax.stored_tensors import DTYPES, StoredTensors
 from multilora_jax.tokenizer import Tokenizer
 
 SCALE = "_scale"
@@ -18,7 +18,7 @@ SCALE = "_scale"
 
 
 class OrbaxCheckpoint:
-    """Weights of a converted folder; see Checkpoint. Parts of them are read through `stored`.
+    """Weights of a converted folder; see Checkpoint. Parts of them are read by `read_into`.
 
     Args:
         folder: written by `checkpoints.save`.
@@ -62,10 +62,10 @@ class OrbaxCheckpoint:
     def load_tokenizer(self, tokenizer: str | None = None) -> Tokenizer | None:
         return Tokenizer.from_folder(self.folder) if tokenizer is None else resolve_tokenizer(tokenizer)
 
-    def wait(self, name: str, reading_: object) -> None:
-        """`stored_tensors.finish` for a part of a tensor; raises ConfigError."""
+    def read_into(self, name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """StoredTensors.read_into; raises ConfigError."""
         try:
-            finish(reading_)
+            self.stored.read_into(name, index, out)
         except FileError as error:
             raise bad_checkpoint(self.source, f"tensor {name}: {error.message}") from None
 
