@@ -207,11 +207,11 @@ class Scheduler(SchedulerBooks):
                 reason="duplicate_request_id", param="request_id",
             )  # fmt: skip
         self._limits.check_fits(seq)
-        load = self._take_stock()
+        load, entry = self._take_stock(), Entry(seq, self._next_order)
         if leader is None:
             names = (adapter.name for adapter in seq.adapters)
-            self._gate.enter(names, load.num_waiting, self.num_free_seats, load.now)
-        entry = Entry(seq, self._next_order)
+            kept = self._policy.kept_places(entry, load, self.config.max_queued_requests or 0)
+            self._gate.enter(names, load.num_waiting, self.num_free_seats, load.now, kept)
         self._next_order += 1
         self._live[seq.request_id] = entry
         for adapter in seq.adapters:

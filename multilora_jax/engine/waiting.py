@@ -101,7 +101,11 @@ class WaitingQueue:
         return self._ordered
 
     def _within_cap(self, entries: list[Entry]) -> list[Entry]:
-        """Those that could start one after the other without an adapter getting more than its sequences."""
+        """Those that could start one after the other without an adapter getting more than its sequences.
+
+        At none of its adapters is a sequence passed by a later one: a mix that waits for one of them would never find
+        all of them free else.
+        """
         cap = self._max_per_adapter
         if cap is None:
             return entries
@@ -110,7 +114,7 @@ class WaitingQueue:
             adapters = entry.seq.adapters
             if all(counts.get(adapter, 0) < cap for adapter in adapters):
                 within.append(entry)
-                counts.update((adapter, counts.get(adapter, 0) + 1) for adapter in adapters)
+            counts.update((adapter, counts.get(adapter, 0) + 1) for adapter in adapters)
         return within
 
     def given_up(self) -> list[tuple[Sequence, UserError]]:
