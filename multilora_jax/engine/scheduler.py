@@ -210,8 +210,10 @@ class Scheduler(SchedulerBooks):
         load, entry = self._take_stock(), Entry(seq, self._next_order)
         if leader is None:
             names = (adapter.name for adapter in seq.adapters)
-            kept = self._policy.kept_places(entry, load, self.config.max_queued_requests or 0)
-            self._gate.enter(names, load.num_waiting, self.num_free_seats, load.now, kept)
+            most, num_waiting = self.config.max_queued_requests, load.num_waiting
+            kept = 0 if most is None else self._policy.kept_places(entry, load, most)
+            num_waiting = num_waiting if most is None else self._waiting.num_requests
+            self._gate.enter(names, num_waiting, self.num_free_seats, load.now, kept)
         self._next_order += 1
         self._live[seq.request_id] = entry
         for adapter in seq.adapters:

@@ -42,6 +42,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._entries) + len(self._held)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests whose first continuation waits: one that wants many takes no more room than another."""
+        return sum(not entry.seq.index for entry in self._entries)
+
     def push(self, entry: Entry, *, preempted: bool) -> None:
         """Add an entry; its sequence waits from now on."""
         place = entry.order if preempted else self._policy.place(entry)

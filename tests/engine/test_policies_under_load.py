@@ -11,6 +11,8 @@ import pytest
 from multilora_jax.engine.policies import Policy, PolicyConfig
 from multilora_jax.engine.policies.fair import Fair
 from multilora_jax.engine.step_plan import ScheduledStep, prompt_sizes
+from multilora_jax.errors import RateLimitError
+from tests.engine.scheduler_bench import Bench
 from tests.engine.simulated import Arrival, Simulation, gamma, poisson, step_seconds
 
 EVERY_POLICY = ("fcfs", "lcfs", "cluster", "fair", "abort", "deadline")
@@ -75,6 +77,17 @@ def test_a_flood_leaves_others_places_in_a_bounded_queue():
     assert refused["fair"][0] > 100
     assert sum(refused["fair"][i] for i in range(1, 10)) == 0
     assert sum(refused["fcfs"][i] for i in range(1, 10)) > 0.2 * len(trickle)
+
+
+def test_a_request_for_many_continuations_takes_one_place_in_the_queue():
+    bench = Bench(max_num_seqs=1, max_queued_requests=2)
+    bench.add_all("many", [1] * 8, n=20)
+    bench.step()
+    for name in "ab":
+        bench.add(name)
+    with pytest.raises(RateLimitError, match="2 requests wait and 2 may"):
+        bench.add("c")
+    bench.drain()
 
 
 @pytest.mark.parametrize("by_tenant", [False, True])

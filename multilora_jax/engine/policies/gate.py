@@ -47,7 +47,7 @@ class Gate:
     """Refuses requests beyond the queue's bound or their adapters' rate, and says when to come again.
 
     Args:
-        max_queued: sequences that may wait for a seat; None for any number.
+        max_queued: requests that may wait for a seat; None for any number.
         rate: of the requests of each adapter; None for any.
 
     Attributes:
@@ -76,7 +76,7 @@ class Gate:
 
         Args:
             adapters: names of its adapters.
-            num_waiting: sequences that wait; free_seats: of which as many are about to run.
+            num_waiting: requests that wait; free_seats: of which as many are about to run.
             kept: places in the queue that it may not have.
 
         Raises:
