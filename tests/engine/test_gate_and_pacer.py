@@ -188,7 +188,9 @@ class TestKeptPlaces:
     def test_they_count_as_taken(self):
         gate = Gate(8, None)
         gate.enter([], 6, 0, 0.0, kept=1)
-        with pytest.raises(RateLimitError, match=r"7 requests wait and 8 may \(max_queued_requests, 1 of them others'"):
+        with pytest.raises(
+            RateLimitError, match=r"7 requests wait and 8 may \(max_queued_requests, 1 of them kept for others"
+        ):
             gate.enter([], 7, 0, 0.0, kept=1)
         gate.enter([], 7, 0, 0.0)
 

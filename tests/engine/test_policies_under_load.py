@@ -72,7 +72,7 @@ def test_a_flood_leaves_others_places_in_a_bounded_queue():
     trickle = [a for i in range(1, 10) for a in poisson(0.5, 20, i, seed=1)]
     both = trickle + poisson(60, 20, 0, seed=1)
     refused = {
-        name: Simulation(policy(name), both, until=25, max_queued_requests=16).refused for name in ("fair", "fcfs")
+        name: Simulation(policy(name), both, until=25, max_queued_requests=32).refused for name in ("fair", "fcfs")
     }
     assert refused["fair"][0] > 100
     assert sum(refused["fair"][i] for i in range(1, 10)) == 0

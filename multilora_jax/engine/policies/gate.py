@@ -86,7 +86,7 @@ class Gate:
             self.refused["queue_full"] += 1
             raise RateLimitError(
                 f"the queue is full: {num_waiting} requests wait and {self._max_queued} may (max_queued_requests"
-                f"{f', {kept} of them others' if kept else ''}): try again later",
+                f"{f', {kept} of them kept for others' if kept else ''}): try again later",
                 reason="queue_full", param="max_queued_requests", retry_after_s=self._time_to_drain(num_waiting, now),
             )  # fmt: skip
         if self._rate is not None:
