@@ -53,8 +53,8 @@ SCHEDULING: Mapping[str, dict[str, Any]] = {
     ),
     "adapter_request_burst": key_info("Requests that one adapter may get at once beside that rate.", low=1),
     "max_queued_requests": key_info(
-        "Requests that may wait, beside those for whom a seat is free; further ones get 429 and Retry-After. No cap "
-        "by default.",
+        "Requests that may wait, beside those for whom a seat is free; further ones get 429 and Retry-After. Under "
+        "fair the last eighth is kept for those that have less than their share. No cap by default.",
         low=0,
     ),
     "long_prefill_token_threshold": key_info(

@@ -170,6 +170,7 @@ HOST = (
     "multilora_jax.bench.texts",
     "multilora_jax.bench.trace_cases",
     "multilora_jax.bench.trace_dummy",
+    "multilora_jax.bench.trace_flood",
     "multilora_jax.bench.trace_load",
     "multilora_jax.bench.trace_oracle",
     "multilora_jax.bench.trace_panels",

@@ -33,7 +33,8 @@ uniform in ranges. Requests are sent when they are due, whatever became of those
 attainment, the share of all requests whose first token came within --first-token-objective-s; satisfaction, S-LoRA's
 mean of 1 - (t / objective)^2 over all; goodput, requests a second that were answered in full and whose first token came
 in time; percentiles of the time to the first token (TTFT), between tokens (ITL) and to the end (E2E); Jain's index over
-the adapters; page-ins and evictions of adapters, and preemptions.
+the adapters; page-ins and evictions of adapters, and preemptions. With --sweep flood=0,RATE also what one adapter that
+floods the server does to the others: the 95th percentile of their TTFT beside it over that without.
 
 Several --policy, several --pool and a --sweep make the cases of one run, with one table and one picture. With --dummy
 there is no model: the engine's scheduler and pool run in simulated time, each step as long as the --step flags say, and
@@ -66,7 +67,7 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     objective_s = config.first_token_objective_s or DEFAULT_OBJECTIVE_S
     config = dataclasses.replace(config, first_token_objective_s=objective_s)
     trace_cases.check_pools(config, cases)
-    num = max(case.spec.num_adapters for case in cases)
+    num = max(case.spec.all_adapters for case in cases)
     rank_of = [ranks[number % len(ranks)] for number in range(num)]
     if not f["max_rank_rows"].present:
         config = with_rank_rows(config, rank_of)

@@ -22,7 +22,7 @@ ORACLE = "oracle"
 """Beside the configuration's policies: one that knows what no server can, as a measure for the others."""
 
 POOLS = ("unified", "capped", "split")
-SWEPT = ("rate", "cv", "alpha", "num_adapters", "duration")
+SWEPT = ("rate", "cv", "alpha", "num_adapters", "duration", "flood")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ def define_flags(flag_values: absl_flags.FlagValues) -> None:
     words("input_range", list(map(str, spec.input_range)), "Prompts have from LOW to below HIGH tokens.", flag_values=f)
     words("output_range", list(map(str, spec.output_range)), "Answers have from LOW to below HIGH tokens.",
           flag_values=f)  # fmt: skip
+    number("flood", spec.flood, "Requests per second of one adapter more; what they do to the others is told where "
+           "there is a case without: --sweep flood=0,4.", flag_values=f)  # fmt: skip
+    words("flood_range", None, "Prompts of the flood have from LOW to below HIGH tokens, by default as the others'.",
+          flag_values=f)  # fmt: skip
     integer("trace_seed", spec.seed, "Seed of the trace.", lower_bound=0, flag_values=f)
     integer("seeds", 1, "Traces of each case, of this seed and those after it: one draw of a short trace says little. "
             "Figures are medians over them; differences of attainment between policies are taken within a trace.",
@@ -90,7 +94,8 @@ def cases_of(f: absl_flags.FlagValues) -> tuple[str | None, list[Case]]:
     given = {
         "num_adapters": f.num_adapters, "alpha": f.alpha, "rate": f.rate, "cv": f.cv, "duration_s": f.duration,
         "input_range": _range("input_range", f.input_range), "output_range": _range("output_range", f.output_range),
-        "seed": f.trace_seed,
+        "seed": f.trace_seed, "flood": f.flood,
+        "flood_range": None if f.flood_range is None else _range("flood_range", f.flood_range),
     }  # fmt: skip
     name, values = read_sweep(f.sweep)
     field = {"duration": "duration_s"}.get(name or "", name)
@@ -134,6 +139,9 @@ def notes_of(settings: dict[str, Any], config: EngineConfig) -> list[str]:
         f"prompts of {low} to {high - 1} tokens, answers of {first} to {last - 1} (S-LoRA: 8 to 511 each); objective "
         f"{settings['first_token_objective_s']:g} s for the first token (S-LoRA: 6)"
     ]
+    if trace["flood"] != "0":
+        low, high = settings["trace"]["flood_range"] or (low, high)
+        notes.append(f"beside them one adapter more: flood {trace['flood']}, prompts of {low} to {high - 1} tokens")
     if config.max_adapter_pages is not None:
         notes.append(f"pools that are not unified: {config.max_adapter_pages} pages for adapters")
     return notes

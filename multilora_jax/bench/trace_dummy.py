@@ -123,7 +123,8 @@ def measure(
         found: list[dict[str, Any]] = []
         for number in range(settings["seeds"]):
             run = simulate(config, machine, ranks, make_trace(case.spec_of(number)), case.policy, case.pool)
-            found.append(row_of(run, config.first_token_objective_s))
+            others = case.spec.num_adapters if settings["sweep"] == "flood" else None
+            found.append(row_of(run, config.first_token_objective_s, others))
         rows.append({**case.row(settings["sweep"]), **median_row(found)})
         logging.info("%s: attainment %.3f", case.row(settings["sweep"]), rows[-1]["attainment"])
     whole = {**config.to_dict(), **settings, "machine": dataclasses.asdict(machine), "model": "simulated"}

@@ -92,7 +92,8 @@ def measure(
                 case = cases[place]
                 server.prepare(config, case)
                 trace = make_trace(case.spec_of(number % settings["seeds"]))
-                rows[place].append(row_of(replay(server, trace), objective_s))
+                others = case.spec.num_adapters if settings["sweep"] == "flood" else None
+                rows[place].append(row_of(replay(server, trace), objective_s, others))
                 shown = case.row(settings["sweep"])
                 logging.info("round %d, %s: attainment %.3f", number + 1, shown, rows[place][-1]["attainment"])
         check_sound(engine)

@@ -46,6 +46,8 @@ class TraceSpec:
         cv: coefficient of variation of the gaps between arrivals: 1 is a Poisson process, more comes in bursts.
         duration_s: for which requests come: int(rate * duration_s) of them, whenever the last one is due.
         input_range, output_range: lengths are uniform in [low, high).
+        flood: requests per second, of a Poisson process, of one adapter more; 0 for none.
+        flood_range: lengths of their prompts; None for input_range.
         seed: of everything.
 
     Raises:
@@ -59,6 +61,8 @@ class TraceSpec:
     duration_s: float = 300.0
     input_range: tuple[int, int] = (8, 512)
     output_range: tuple[int, int] = (8, 512)
+    flood: float = 0.0
+    flood_range: tuple[int, int] | None = None
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -68,8 +72,12 @@ class TraceSpec:
                 raise ConfigError(f"{name} must be above 0 and finite, got {value}", reason="bad_value", param=name)
         if not 0.01 <= self.cv <= 100:
             raise ConfigError(f"cv must be from 0.01 to 100, got {self.cv}", reason="bad_value", param="cv")
-        for name in ("input_range", "output_range"):
-            low, high = getattr(self, name)
+        if not 0 <= self.flood < math.inf:
+            raise ConfigError(
+                f"flood must be 0 or more and finite, got {self.flood}", reason="bad_value", param="flood"
+            )
+        for name in ("input_range", "output_range", "flood_range"):
+            low, high = getattr(self, name) or self.input_range
             if not 1 <= low < high:
                 raise ConfigError(
                     f"{name} must be two lengths LOW,HIGH with 1 <= LOW < HIGH, got {low},{high}",
@@ -84,8 +92,13 @@ class TraceSpec:
 
     @property
     def num_requests(self) -> int:
-        """Requests of the trace."""
+        """Requests of the trace, without the flood's."""
         return int(self.rate * self.duration_s)
+
+    @property
+    def all_adapters(self) -> int:
+        """Adapters of the trace, with the flood's, which is the last."""
+        return self.num_adapters + (self.flood > 0)
 
 
 def make_trace(spec: TraceSpec) -> list[TraceRequest]:
@@ -102,4 +115,16 @@ def make_trace(spec: TraceSpec) -> list[TraceRequest]:
     inputs = inputs_rng.integers(*spec.input_range, num)
     outputs = outputs_rng.integers(*spec.output_range, num)
     columns = arrivals.tolist(), adapters.tolist(), inputs.tolist(), outputs.tolist()
+    requests = [TraceRequest(*row) for row in zip(*columns, strict=True)]
+    return sorted(requests + _flood(spec), key=lambda request: request.arrival_s)
+
+
+def _flood(spec: TraceSpec) -> list[TraceRequest]:
+    """The requests of the flood; those of the others are the same with it and without."""
+    num = int(spec.flood * spec.duration_s)
+    gaps_rng, inputs_rng, outputs_rng = (np.random.default_rng([spec.seed, n]) for n in (4, 5, 6))
+    arrivals = np.cumsum(gaps_rng.exponential(1.0, num)) / (spec.flood or 1.0)
+    inputs = inputs_rng.integers(*(spec.flood_range or spec.input_range), num)
+    outputs = outputs_rng.integers(*spec.output_range, num)
+    columns = arrivals.tolist(), [spec.num_adapters] * num, inputs.tolist(), outputs.tolist()
     return [TraceRequest(*row) for row in zip(*columns, strict=True)]

@@ -10,6 +10,7 @@ from typing import Any
 
 from multilora_jax.bench.report import table
 from multilora_jax.bench.summary import jain, summary
+from multilora_jax.bench.trace_flood import flood_lines, of_others
 from multilora_jax.bench.trace_run import Outcome, TraceRun
 
 COLUMNS = {
@@ -31,7 +32,7 @@ def satisfaction(ttft_s: float | None, objective_s: float) -> float:
     return 0.0 if ttft_s is None or ttft_s >= objective_s else 1 - (ttft_s / objective_s) ** 2
 
 
-def row_of(run: TraceRun, objective_s: float) -> dict[str, Any]:
+def row_of(run: TraceRun, objective_s: float, others: int | None = None) -> dict[str, Any]:
     """The figures of one run, a row of the report.
 
     Rates are per second from the start to the end of the last request, the drain included. Latencies are of the
@@ -40,6 +41,7 @@ def row_of(run: TraceRun, objective_s: float) -> dict[str, Any]:
     Args:
         run: see trace_run.replay.
         objective_s: for the first token.
+        others: adapters beside the one that floods; None where this is not of interest.
     """
     outcomes = run.outcomes
     done = [outcome for outcome in outcomes if outcome.error is None]
@@ -63,7 +65,8 @@ def row_of(run: TraceRun, objective_s: float) -> dict[str, Any]:
         **_percentiles("e2e", e2e, "s"),
         "jain": jain(speeds(outcomes)),
     }
-    return {**row, **run.counts._asdict()}
+    beside = {} if others is None else of_others(outcomes, others)
+    return {**row, **beside, **run.counts._asdict()}
 
 
 def speeds(outcomes: Sequence[Outcome]) -> list[float]:
@@ -92,6 +95,8 @@ def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         values = [row[key] for row in rows]
         if isinstance(value, dict):
             out[key] = dict(sum((Counter(one) for one in values), Counter()))
+        elif isinstance(value, list):
+            out[key] = [None if None in of_one else statistics.median(of_one) for of_one in zip(*values, strict=True)]
         elif any(one is None for one in values):
             out[key] = None
         else:
@@ -107,6 +112,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     columns = {swept: "g", **COLUMNS} if swept else COLUMNS
     lines = [table(report["rows"], columns), *report["config"]["notes"]]
     lines += _differences(report["rows"], swept)
+    lines += flood_lines(report["rows"]) if swept == "flood" else []
     errors = sum((Counter(row["errors"]) for row in report["rows"]), Counter())
     if errors:
         told = ", ".join(f"{count} {reason}" for reason, count in errors.most_common())

@@ -207,11 +207,13 @@ class Scheduler(SchedulerBooks):
                 reason="duplicate_request_id", param="request_id",
             )  # fmt: skip
         self._limits.check_fits(seq)
-        load = self._take_stock()
+        load, entry = self._take_stock(), Entry(seq, self._next_order)
         if leader is None:
             names = (adapter.name for adapter in seq.adapters)
-            self._gate.enter(names, load.num_waiting, self.num_free_seats, load.now)
-        entry = Entry(seq, self._next_order)
+            most, num_waiting = self.config.max_queued_requests, load.num_waiting
+            kept = 0 if most is None else self._policy.kept_places(entry, load, most)
+            num_waiting = num_waiting if most is None else self._waiting.num_requests
+            self._gate.enter(names, num_waiting, self.num_free_seats, load.now, kept)
         self._next_order += 1
         self._live[seq.request_id] = entry
         for adapter in seq.adapters:

@@ -35,7 +35,7 @@ class SchedulerConfig:
             while it only waits for a load in flight do not count.
         max_overtake_s: seconds after its first overtaking at which it blocks the queue too; None for no such bound.
         max_seqs_per_adapter: most running sequences of one adapter; None for no cap.
-        max_queued_requests: sequences that may wait beside those for whom a seat is free; None for no bound.
+        max_queued_requests: requests that may wait beside those for whom a seat is free; None for no bound.
         adapter_requests_per_s: most requests a second of one adapter; None for no cap.
         adapter_request_burst: requests that one adapter may get at once beside that.
         target_step_s: seconds that a step with decodes should take at most; None for no target.

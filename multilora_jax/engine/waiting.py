@@ -42,6 +42,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._entries) + len(self._held)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests whose first continuation waits: one that wants many takes no more room than another."""
+        return sum(not entry.seq.index for entry in self._entries)
+
     def push(self, entry: Entry, *, preempted: bool) -> None:
         """Add an entry; its sequence waits from now on."""
         place = entry.order if preempted else self._policy.place(entry)
@@ -101,7 +106,11 @@ class WaitingQueue:
         return self._ordered
 
     def _within_cap(self, entries: list[Entry]) -> list[Entry]:
-        """Those that could start one after the other without an adapter getting more than its sequences."""
+        """Those that could start one after the other without an adapter getting more than its sequences.
+
+        At none of its adapters is a sequence passed by a later one: a mix that waits for one of them would never find
+        all of them free else.
+        """
         cap = self._max_per_adapter
         if cap is None:
             return entries
@@ -110,7 +119,7 @@ class WaitingQueue:
             adapters = entry.seq.adapters
             if all(counts.get(adapter, 0) < cap for adapter in adapters):
                 within.append(entry)
-                counts.update((adapter, counts.get(adapter, 0) + 1) for adapter in adapters)
+            counts.update((adapter, counts.get(adapter, 0) + 1) for adapter in adapters)
         return within
 
     def given_up(self) -> list[tuple[Sequence, UserError]]:

@@ -12,6 +12,7 @@ from absl import flags as absl_flags
 from multilora_jax import flags
 from multilora_jax.bench import trace, trace_engine
 from multilora_jax.bench.trace_cases import read_sweep
+from multilora_jax.bench.trace_flood import flood_lines
 from multilora_jax.bench.trace_load import TraceRequest
 from multilora_jax.bench.trace_report import median_row, row_of, satisfaction
 from multilora_jax.bench.trace_run import Counts, Event, Outcome, TraceRun, replay
@@ -48,6 +49,25 @@ def test_figures_of_a_run():
     speeds = [(3 / 2.5 + 2 / 4) / 2, 1 / 6, 0.0]
     assert row["jain"] == pytest.approx(sum(speeds) ** 2 / (3 * sum(s * s for s in speeds)))
     assert (row["page_ins"], row["evictions"], row["preemptions"], row["steps"]) == (7, 5, 3, 100)
+
+
+def test_what_a_flood_does_to_the_others():
+    quiet = [outcome(0.0, 0, [1.0]), outcome(0.0, 0, [3.0]), outcome(0.0, 1, [2.0]), outcome(0.0, 1, [], "no")]
+    flood = [outcome(0.0, 0, [2.0]), outcome(0.0, 0, [6.0]), outcome(0.0, 1, [3.0]), outcome(0.0, 3, [99.0])]
+    rows = [
+        {"flood": rate, "policy": "fair", "pool": "unified", **row_of(TraceRun(run, 9.0, Counts(0, 0, 0, 1)), 6.0, 3)}
+        for rate, run in ((0.0, quiet), (4.0, flood))
+    ]
+    assert [row["others_failed"] for row in rows] == [1, 0]
+    assert rows[0]["others_ttft_p95_by_adapter_s"] == [pytest.approx(2.9), 2.0, None]
+    assert rows[1]["others_ttft_p95_by_adapter_s"] == [pytest.approx(5.8), 3.0, None]
+    assert flood_lines(rows) == [
+        "fair, p95 TTFT beside a flood of 4 requests/s over that without: 1.97 for the requests of all others together "
+        "(5700 and 2900 ms), 1.75 for the median of 2 adapters, 2.00 for the worst; 0 of their requests failed"
+    ]
+    both = median_row([{key: row[key] for key in row if key not in ("policy", "pool")} for row in rows])
+    assert both["others_ttft_p95_by_adapter_s"] == [pytest.approx(4.35), 2.5, None]
+    assert flood_lines(rows[1:]) == []
 
 
 @pytest.mark.parametrize(("ttft", "expected"), [(0.0, 1.0), (3.0, 0.75), (5.999, 0.00033), (6.0, 0.0), (None, 0.0)])
@@ -178,12 +198,22 @@ def test_several_seeds_are_compared_trace_by_trace(tmp_path, capsys):
         ("--sweep speed=1", "sweep must be NAME=VALUE,VALUE with a name"), ("--sweep rate=1,x", "sweep must be"),
         ("--input-range 8", "input_range must be two lengths"), ("--rate 0", "rate must be above 0"),
         ("--scheduling-policy fair", "give --policy"), ("--step-base-ms 0", "step_base_ms must be above 0"),
-        ("--ranks 8,x", "ranks must be integers"),
+        ("--ranks 8,x", "ranks must be integers"), ("--flood -1", "flood must be 0 or more"),
+        ("--flood 1 --flood-range 9,9", "flood_range must be two lengths"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused(words, match):
     with pytest.raises((ConfigError, UserError), match=match):
         bench(QUICK + words)
+
+
+def test_a_flood_is_compared_with_none(capsys):
+    words = "--policy fcfs,fair --num-adapters 5 --sweep flood=0,30 --flood-range 8,16"
+    assert bench(QUICK + words) == 0
+    printed = capsys.readouterr().out
+    assert "beside them one adapter more: flood as swept, prompts of 8 to 15 tokens" in printed
+    told = [line.split(", p95 TTFT beside a flood of 30 ")[0] for line in printed.splitlines() if "p95 TTFT" in line]
+    assert told == ["fcfs", "fair"]
 
 
 def test_a_split_needs_its_size():

@@ -51,6 +51,20 @@ def test_the_share_of_the_first_is_the_published_one():
         assert np.mean([request.adapter == 0 for request in trace]) == pytest.approx(share, abs=0.005)
 
 
+def test_a_flood_comes_beside_the_others_and_changes_nothing_in_them():
+    quiet = replace(LONG, duration_s=200.0, input_range=(8, 12))
+    flooded = replace(quiet, flood=50.0, flood_range=(100, 102))
+    trace = make_trace(flooded)
+    assert [request for request in trace if request.adapter < 50] == make_trace(quiet)
+    flood = [request for request in trace if request.adapter == 50]
+    assert len(flood) == 10_000
+    assert {request.prompt_tokens for request in flood} == {100, 101}
+    found = np.diff([request.arrival_s for request in flood])
+    assert (found.mean(), found.std()) == pytest.approx((0.02, 0.02), rel=0.04)
+    assert [request.arrival_s for request in trace] == sorted(request.arrival_s for request in trace)
+    assert (quiet.all_adapters, flooded.all_adapters) == (50, 51)
+
+
 def test_lengths_are_uniform_in_their_ranges():
     trace = make_trace(replace(LONG, input_range=(8, 12), output_range=(3, 4)))
     inputs, counts = np.unique([request.prompt_tokens for request in trace], return_counts=True)

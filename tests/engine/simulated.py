@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +12,21 @@ import numpy as np
 
 from multilora_jax.engine.policies import PolicyConfig, make_policy
 from multilora_jax.engine.step_plan import ScheduledStep
+from multilora_jax.errors import RateLimitError
 from multilora_jax.request import FinishReason, Sequence
 from tests.engine.scheduler_bench import Bench, FakeAdapter
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace: seconds, number of its adapter, prompt and new tokens, its tenant."""
+    """A request of a trace: seconds, number of its adapter, prompt and new tokens, its tenant, another adapter."""
 
     time: float
     adapter: int
     prompt: int
     output: int
     tenant: str = ""
+    second: int | None = None
 
 
 def step_seconds(step: ScheduledStep) -> float:
@@ -57,6 +60,7 @@ class Simulation:
         gaps: seconds between two tokens of a sequence.
         served: tokens computed, by tenant or adapter's number.
         max_running: most sequences of one adapter that ran at once.
+        refused: requests that were not queued, by adapter's number.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Simulation:
         self.gaps: list[float] = []
         self.served: dict[str | int, int] = {}
         self.max_running = 0
+        self.refused: Counter[int] = Counter()
         bench, scheduler, i = self.bench, self.bench.scheduler, 0
         while (i < len(arrivals) or scheduler._live) and bench.now < until:
             if not scheduler._live:
@@ -85,8 +90,13 @@ class Simulation:
                 if arrival.time > bench.now:
                     break
                 i += 1
-                adapter = self.adapters[arrival.adapter]
-                [seq] = bench.add_all(str(i), [1] * arrival.prompt, arrival.output, adapter, tenant=arrival.tenant)
+                which = [arrival.adapter] if arrival.second is None else [arrival.adapter, arrival.second]
+                mix = tuple(self.adapters[number] for number in which)
+                try:
+                    [seq] = bench.add_all(str(i), [1] * arrival.prompt, arrival.output, mix, tenant=arrival.tenant)
+                except RateLimitError:
+                    self.refused[arrival.adapter] += 1
+                    continue
                 seq.arrival_time = arrival.time
                 self.sequences.append(seq)
             self._step(seconds)

@@ -11,6 +11,8 @@ import pytest
 from multilora_jax.engine.policies import Policy, PolicyConfig
 from multilora_jax.engine.policies.fair import Fair
 from multilora_jax.engine.step_plan import ScheduledStep, prompt_sizes
+from multilora_jax.errors import RateLimitError
+from tests.engine.scheduler_bench import Bench
 from tests.engine.simulated import Arrival, Simulation, gamma, poisson, step_seconds
 
 EVERY_POLICY = ("fcfs", "lcfs", "cluster", "fair", "abort", "deadline")
@@ -63,6 +65,29 @@ def test_prompts_of_a_flood_come_evenly_beside_others(monkeypatch):
     assert even < 0.05 < 0.1 < uneven
     assert alone > 0.1  # there is nobody to make room for
     assert slower > 0.95 * faster
+
+
+def test_a_flood_leaves_others_places_in_a_bounded_queue():
+    """Who is refused waits for ever: under fair shares the flood alone is, under fcfs everybody is."""
+    trickle = [a for i in range(1, 10) for a in poisson(0.5, 20, i, seed=1)]
+    both = trickle + poisson(60, 20, 0, seed=1)
+    refused = {
+        name: Simulation(policy(name), both, until=25, max_queued_requests=32).refused for name in ("fair", "fcfs")
+    }
+    assert refused["fair"][0] > 100
+    assert sum(refused["fair"][i] for i in range(1, 10)) == 0
+    assert sum(refused["fcfs"][i] for i in range(1, 10)) > 0.2 * len(trickle)
+
+
+def test_a_request_for_many_continuations_takes_one_place_in_the_queue():
+    bench = Bench(max_num_seqs=1, max_queued_requests=2)
+    bench.add_all("many", [1] * 8, n=20)
+    bench.step()
+    for name in "ab":
+        bench.add(name)
+    with pytest.raises(RateLimitError, match="2 requests wait and 2 may"):
+        bench.add("c")
+    bench.drain()
 
 
 @pytest.mark.parametrize("by_tenant", [False, True])
@@ -213,3 +238,16 @@ def test_a_cap_on_an_adapter_s_sequences_leaves_seats_to_others():
     assert simulation.max_running == 5
     assert simulation.to_first(1, 2, 3).max() < 0.2
     assert Simulation(config, stream + others).max_running == 8
+
+
+@pytest.mark.parametrize("name", ["fcfs", "cluster", "fair"])
+def test_a_mix_is_not_starved_by_streams_of_its_two_adapters(name):
+    """Each may have one sequence at a time, and never are both free at once."""
+    one = [Arrival(0.01 * i, 0, 8, 20) for i in range(60)]
+    other = [Arrival(0.2 + 0.01 * i, 1, 8, 20) for i in range(60)]
+    config = policy(name, max_num_seqs=8, cluster_adapters=1, max_overtakes=4)
+    mixed = Arrival(0.1, 0, 8, 4, second=1)
+    simulation = Simulation(config, [*one, *other, mixed], until=40, max_seqs_per_adapter=1, max_overtakes=4)
+    [seq] = [seq for seq in simulation.sequences if len(seq.adapters) == 2]
+    assert seq.first_token_time is not None
+    assert seq.first_token_time < 8

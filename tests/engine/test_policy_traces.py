@@ -185,6 +185,7 @@ def test_adapters_that_take_turns_are_loaded_for_several_requests_each(name):
         bench.now += 0.01
         decoding = [e.seq for e in bench.scheduler._running.values() if e.seq.num_pending_tokens == 1]
         step = bench.schedule()
+        assert step is not None or not decoding
         if step is not None:
             # Whoever decodes goes on in every step, whatever is being loaded.
             assert all(seq in step.decodes or seq in step.preempted or seq.finished for seq in decoding)

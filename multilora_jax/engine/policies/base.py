@@ -102,6 +102,10 @@ class Policy:
         """
         return ()
 
+    def kept_places(self, entry: Entry, load: Load, most: int) -> int:
+        """How many of the queue's `most` places (`max_queued_requests`) the sequence that comes may not have."""
+        return 0
+
     def crowd(self, load: Load) -> Collection[str]:
         """Parties that hold more than is theirs beside others that do not: of a step's prompt tokens they get what
         an even flow of them needs, so that the others' steps stay short (policies.crowd). Asked once before each step.

@@ -12,6 +12,7 @@ from multilora_jax.engine.policies.base import Entry, Load, Policy
 from multilora_jax.engine.step_plan import ScheduledStep
 
 _MAX_OFFERED = 1024  # of those that wait: more than a step looks at
+_KEPT_PART = 8  # of the queue's places, one in so many is kept
 _MAX_IDLE = 1024  # parties without a waiting sequence whose counters are kept
 
 
@@ -24,7 +25,8 @@ class Fair(Policy):
     that wait, so that nobody can save up.
 
     Of the last `spare_seats` none goes to a party that has its share already, counted as if one more party of weight 1
-    were there: else whoever floods the batch fills it, and the next to come waits until a sequence ends.
+    were there: else whoever floods the batch fills it, and the next to come waits until a sequence ends. So it is with
+    the last eighth of the queue's places, where those are bounded, or the next to come were refused.
 
     Args:
         weights: of parties by name, above 0; 1 for those not named.
@@ -53,7 +55,7 @@ class Fair(Policy):
         for entry in entries:
             queues.setdefault(entry.party, []).append(entry)
         running = Counter(entry.party for entry in load.running.values())
-        most = self._shares({*queues, *running}, load) if self._spare_seats else {}
+        most = self._shares({*queues, *running}, load.max_num_seqs) if self._spare_seats else {}
         counters, free = self.counters.copy(), load.free_seats
         heap = [(counters[party], running[party], queue[0].order, party, 0) for party, queue in queues.items()]
         heapq.heapify(heap)
@@ -76,13 +78,19 @@ class Fair(Policy):
             heapq.heapreplace(heap, (counters[party], running[party], queue[place].order, party, place))
         return ordered
 
+    def kept_places(self, entry: Entry, load: Load, most: int) -> int:
+        party, kept = entry.party, -(-most // _KEPT_PART)
+        if load.num_waiting < most - kept:
+            return 0
+        return kept if self._waiting[party] >= self._shares({*self._waiting, party}, most)[party] else 0
+
     def crowd(self, load: Load) -> Collection[str]:
         """Those that hold their share of the seats, while somebody is there who holds less."""
         running = Counter(entry.party for entry in load.running.values())
         parties = {*running, *self._waiting}
         if len(parties) < 2:
             return ()
-        most = self._shares(parties, load)
+        most = self._shares(parties, load.max_num_seqs)
         crowd = {party for party, seats in running.items() if seats >= most[party]}
         return crowd if len(crowd) < len(parties) else ()
 
@@ -122,11 +130,11 @@ class Fair(Policy):
             del self._waiting[entry.party]
         self._last = self.counters[entry.party]
 
-    def _shares(self, parties: set[str], load: Load) -> dict[str, float]:
-        """Seats that each party may hold before it has to leave the last ones, one at least."""
+    def _shares(self, parties: set[str], most: int) -> dict[str, float]:
+        """How many of `most` seats or places each party may hold before it has to leave the last ones, one at least."""
         weights = {party: self._weights.get(party, 1.0) for party in parties}
         total = 1.0 + sum(weights.values())
-        return {party: max(1.0, load.max_num_seqs * weight / total) for party, weight in weights.items()}
+        return {party: max(1.0, most * weight / total) for party, weight in weights.items()}
 
     def _forget_the_idle(self) -> None:
         """Drops the counters of parties without a waiting sequence, the highest excepted: a new one starts level."""

@@ -47,7 +47,7 @@ class Gate:
     """Refuses requests beyond the queue's bound or their adapters' rate, and says when to come again.
 
     Args:
-        max_queued: sequences that may wait for a seat; None for any number.
+        max_queued: requests that may wait for a seat; None for any number.
         rate: of the requests of each adapter; None for any.
 
     Attributes:
@@ -71,21 +71,22 @@ class Gate:
             self._gaps.extend([(now - self._last_start) / num] * num)
         self._last_start = now if num_waiting else None
 
-    def enter(self, adapters: Iterable[str], num_waiting: int, free_seats: int, now: float) -> None:
+    def enter(self, adapters: Iterable[str], num_waiting: int, free_seats: int, now: float, kept: int = 0) -> None:
         """Lets a request in that is otherwise fine.
 
         Args:
             adapters: names of its adapters.
-            num_waiting: sequences that wait; free_seats: of which as many are about to run.
+            num_waiting: requests that wait; free_seats: of which as many are about to run.
+            kept: places in the queue that it may not have.
 
         Raises:
             RateLimitError: `queue_full` or `adapter_rate`.
         """
-        if self._max_queued is not None and num_waiting >= self._max_queued + free_seats:
+        if self._max_queued is not None and num_waiting >= self._max_queued - kept + free_seats:
             self.refused["queue_full"] += 1
             raise RateLimitError(
-                f"the queue is full: {num_waiting} requests wait and {self._max_queued} may (max_queued_requests): "
-                f"try again later",
+                f"the queue is full: {num_waiting} requests wait and {self._max_queued} may (max_queued_requests"
+                f"{f', {kept} of them kept for others' if kept else ''}): try again later",
                 reason="queue_full", param="max_queued_requests", retry_after_s=self._time_to_drain(num_waiting, now),
             )  # fmt: skip
         if self._rate is not None:
