@@ -133,9 +133,10 @@ class AdapterTransfers:
 
     @property
     def empty_seats(self) -> float:
-        """Share of the seats that stand empty while sequences wait."""
+        """Share of the seats that stand empty while any sequence waits: the fewer run, the fewer feel what is done for
+        it, and the longer it would wait for a small share of short steps."""
         scheduler = self._scheduler
-        return min(scheduler.num_free_seats, scheduler.num_waiting) / scheduler.config.max_num_seqs
+        return scheduler.num_free_seats / scheduler.config.max_num_seqs if scheduler.num_waiting else 0.0
 
     def to_stage(self) -> tuple[list[Any], list[Any]]:
         """The adapters of the running sequences, and those in the pool that the next ones to start will add."""

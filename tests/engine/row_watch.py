@@ -9,6 +9,7 @@ from typing import Any
 from multilora_jax.engine.llm_engine import LLMEngine
 from multilora_jax.engine.rank_rows import ROW_BLOCK
 from multilora_jax.engine.row_buffers import STAGE_SHARE
+from multilora_jax.engine.transfers import AdapterTransfers
 from multilora_jax.memory.geometry import MODULES
 from tests.tiny_engine import Request, greedy, run_all, tiny_engine, tokens_of
 
@@ -44,8 +45,9 @@ def take(engine, monkeypatch, seconds):
 
 
 def allow(engine, monkeypatch, blocks):
-    """Lets a step copy so many whole blocks of rows beside its sequences, one at least."""
+    """Lets a step copy so many whole blocks of rows beside its sequences, one at least, as where no seat is empty."""
     rows = engine.runner.rows
+    monkeypatch.setattr(AdapterTransfers, "empty_seats", 0.0)
     monkeypatch.setattr(rows, "_step_s", 4.0)
     monkeypatch.setattr(rows, "_prompt_token_s", 0.0)
     monkeypatch.setattr(rows, "saw_step", lambda seconds, num_prompt_tokens: None)

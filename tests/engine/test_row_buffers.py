@@ -70,6 +70,26 @@ def test_d17_rows_arrive_in_slices_beside_the_old_buffers(engine, recorder, tmp_
         np.testing.assert_allclose(recorder.take_by_id(name), logits, rtol=0, atol=1e-4)
 
 
+def test_a_newcomer_beside_few_streams_has_its_rows_soon(engine, tmp_path, monkeypatch):
+    """Staging has a share of a step by the seats that are empty, were it one sequence alone that waits."""
+    own, cold = make_adapter(tmp_path / "own", engine, 8, 1), make_adapter(tmp_path / "cold", engine, 64, 2)
+    run_all(engine, [Request(PROMPT, greedy(2), lora) for lora in (own, cold)])  # both are in the pool
+    rows = engine.runner.rows
+    rows.reset()
+    monkeypatch.setattr(rows, "saw_step", lambda seconds, num_prompt_tokens: None)
+    monkeypatch.setattr(rows, "_step_s", 4.0)
+    monkeypatch.setattr(rows, "_prompt_token_s", 0.0)
+    take(engine, monkeypatch, STAGE_SHARE * 4.0)  # a block in a step of a full batch
+    watch = Watch(engine, monkeypatch)
+    watch.start("stream", 40, own)
+    engine.add_request("cold", PROMPT, greedy(6), cold)
+    steps = watch.until(lambda: "cold" in watch.outputs)
+    most = int(MOST_STAGE_SHARE / STAGE_SHARE)  # 15 of 16 seats are empty
+    assert max(len(step.staged) for step in steps) == most
+    assert len(steps) <= 2 + -(-(LARGE + 1) // most)
+    watch.finish()
+
+
 def test_rows_arrive_in_slices_in_buffers_that_are_large_enough(engine, recorder, tmp_path, monkeypatch):
     own, warm, cold = (
         make_adapter(tmp_path / name, engine, rank, rank) for name, rank in (("own", 8), ("warm", 63), ("cold", 64))

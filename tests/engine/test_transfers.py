@@ -95,7 +95,7 @@ def test_seats_count_as_empty_while_somebody_waits():
     for name, adapter in [("0", a), ("1", b), ("2", c)]:
         bench.add(name, output=5, adapter=adapter)
     bench.step()
-    assert (bench.queue(), bench.transfers.empty_seats) == (["2"], 1 / 4)  # two seats, but one that waits
+    assert (bench.queue(), bench.transfers.empty_seats) == (["2"], 2 / 4)  # though only one waits
     bench.add("3", output=5, adapter=c)
     bench.add("4", output=5, adapter=c)
     assert bench.transfers.empty_seats == 2 / 4
