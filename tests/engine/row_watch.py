@@ -44,10 +44,12 @@ def take(engine, monkeypatch, seconds):
     monkeypatch.setattr(rows, "_make_s_per_byte", seconds / block_bytes)
 
 
-def allow(engine, monkeypatch, blocks):
-    """Lets a step copy so many whole blocks of rows beside its sequences, one at least, as where no seat is empty."""
+def allow(engine, monkeypatch, blocks, *, full=True):
+    """Lets a step of a full batch copy so many whole blocks of rows beside its sequences, one at least; and every step,
+    unless told that it is not full."""
     rows = engine.runner.rows
-    monkeypatch.setattr(AdapterTransfers, "empty_seats", 0.0)
+    if full:
+        monkeypatch.setattr(AdapterTransfers, "empty_seats", 0.0)
     monkeypatch.setattr(rows, "_step_s", 4.0)
     monkeypatch.setattr(rows, "_prompt_token_s", 0.0)
     monkeypatch.setattr(rows, "saw_step", lambda seconds, num_prompt_tokens: None)

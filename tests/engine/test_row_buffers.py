@@ -74,12 +74,8 @@ def test_a_newcomer_beside_few_streams_has_its_rows_soon(engine, tmp_path, monke
     """Staging has a share of a step by the seats that are empty, were it one sequence alone that waits."""
     own, cold = make_adapter(tmp_path / "own", engine, 8, 1), make_adapter(tmp_path / "cold", engine, 64, 2)
     run_all(engine, [Request(PROMPT, greedy(2), lora) for lora in (own, cold)])  # both are in the pool
-    rows = engine.runner.rows
-    rows.reset()
-    monkeypatch.setattr(rows, "saw_step", lambda seconds, num_prompt_tokens: None)
-    monkeypatch.setattr(rows, "_step_s", 4.0)
-    monkeypatch.setattr(rows, "_prompt_token_s", 0.0)
-    take(engine, monkeypatch, STAGE_SHARE * 4.0)  # a block in a step of a full batch
+    engine.runner.rows.reset()
+    allow(engine, monkeypatch, 1, full=False)
     watch = Watch(engine, monkeypatch)
     watch.start("stream", 40, own)
     engine.add_request("cold", PROMPT, greedy(6), cold)
