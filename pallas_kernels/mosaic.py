@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -41,6 +42,35 @@ def sync(barrier: Any) -> None:
     """All of a warpgroup's warps reach this point before any goes on; `barrier` has one arrival."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Loads plain memory in a layout, bank conflicts or not."""
+    place = () if CAN_INTERPRET else (...,)  # jax 0.10 wants an index
+    return plgpu.load(ref, *place, layout=layout, optimized=False)
+
+
+def spread(vector: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """The vector along an axis of a whole array of that layout."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(vector, shape, (axis,)), layout)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores an array of wgmma's layout in plain memory, bank conflicts or not; from jax 0.12 on that is to be said."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        ref[...] = value
+
+
+def product(a_smem: Any, b_smem: Any, shape: tuple[int, ...]) -> jax.Array:
+    """a b in float32, by wgmma; both lie in atoms."""
+
+    def run(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a_smem, b_smem)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def update(

@@ -6,13 +6,14 @@ tensor cores, whose operands would have to lie swizzled in shared memory, eight 
 rows lie anywhere. Each program asks for its rank rows with one TMA copy a row and unit, waits once, and multiplies
 them with its tokens one after another; many small programs on a multiprocessor keep enough copies in flight.
 
-Long segments are prompts, bound by arithmetic: `delta` leaves them to the Triton kernels.
+Long segments are prompts, bound by arithmetic: mosaic_prompts has their kernels. What those do not take (float32)
+`delta` leaves to the Triton kernels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.segmented_lora import pallas_triton
+from pallas_kernels.segmented_lora import mosaic_prompts, pallas_triton
 from pallas_kernels.segmented_lora.blocks import divisor, power_of_two_divisor
 from pallas_kernels.segmented_lora.own_rows import sum_tiles
 from pallas_kernels.segmented_lora.plan import MIN_BLOCK, Plan, Segments
@@ -253,11 +254,7 @@ def expand(
     s_ZMWCK: jax.Array, pool: jax.Array, rows: Rows, part: Segments, y_TO: jax.Array, *, unit: int, dtype: Any,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """y plus the expansions of all modules side by side; rows of tokens in no block stay as they are."""
-    if y_TO.dtype != _F32:
-        zeros_TO = jnp.zeros(y_TO.shape, _F32)
-        sum_TO = expand(s_ZMWCK, pool, rows, part, zeros_TO, unit=unit, dtype=dtype, interpret=interpret)
-        return (y_TO.astype(_F32) + sum_TO).astype(y_TO.dtype)
+    """float32 y plus the expansions of all modules side by side; rows of tokens in no block stay as they are."""
     tables = Tables.of(rows)
     sizes = expand_sizes(part, rows.out_dims, unit, dtype)
     has_const = tables.const_SR is not None
@@ -302,19 +299,39 @@ def delta(
 ) -> jax.Array:
     """See api.lora_delta; `pools` and `units` are A's and B's."""
     check_supported(units, x_TI.dtype)
-    # Blocks of prompts are for tensor cores.
-    large = [part.block_tokens > MIN_BLOCK for part in plan]
+    modules = len(rows.out_dims)
     parts = [
-        (pallas_triton.shrink if is_large else shrink)(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
-        for part, is_large in zip(plan, large, strict=True)
+        _kernels(part, modules, x_TI.dtype).shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
+        for part in plan
     ]
     if axis_name is not None:
         parts = sum_tiles(parts, plan, len(x_TI), Tables.of(rows).num_rows, own_rows, axis_name)
-    for part, is_large, s_ZMWCK in zip(plan, large, parts, strict=True):
-        y_TO = (pallas_triton.expand if is_large else expand)(
-            s_ZMWCK, pools[1], rows, part, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret
-        )
-    return y_TO
+    return _expand_all(parts, pools[1], rows, plan, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret)
+
+
+class _Kernels(NamedTuple):
+    shrink: Callable[..., jax.Array]
+    expand: Callable[..., jax.Array]
+
+
+def _kernels(part: Segments, modules: int, dtype: Any) -> _Kernels:
+    """Whose kernels run a part of a plan: prompts' blocks are for tensor cores."""
+    if part.block_tokens == MIN_BLOCK:
+        return _Kernels(shrink, expand)
+    if mosaic_prompts.takes(part, modules, dtype):
+        return _Kernels(mosaic_prompts.shrink, mosaic_prompts.expand)
+    return _Kernels(pallas_triton.shrink, pallas_triton.expand)
+
+
+def _expand_all(
+    parts: Sequence[jax.Array], pool: jax.Array, rows: Rows, plan: Plan, y_TO: jax.Array, *, dtype: Any, **options: Any
+) -> jax.Array:
+    """The parts' expansions added to y; in float32, whatever y's type."""
+    sum_TO = y_TO if y_TO.dtype == _F32 else jnp.zeros(y_TO.shape, _F32)
+    for part, s_ZMWCK in zip(plan, parts, strict=True):
+        kernels = _kernels(part, len(rows.out_dims), dtype)
+        sum_TO = kernels.expand(s_ZMWCK, pool, rows, part, sum_TO, dtype=dtype, **options)
+    return sum_TO if y_TO.dtype == _F32 else (y_TO.astype(_F32) + sum_TO).astype(y_TO.dtype)
 
 
 def constants(
@@ -322,13 +339,9 @@ def constants(
 ) -> jax.Array:
     """See api.lora_constants: an expand of projections whose scale is 0."""
     check_supported((unit, unit), dtype)
-    for part in plan:
-        if part.block_tokens > MIN_BLOCK:
-            y_TO = pallas_triton.constants(pool, rows, (part,), y_TO, unit=unit, dtype=dtype, interpret=interpret)
-            continue
-        tiles = (1, len(rows.out_dims), len(part.row_W), part.block_tokens, part.tile_rows)
-        y_TO = expand(jnp.zeros(tiles, _F32), pool, rows, part, y_TO, unit=unit, dtype=dtype, interpret=interpret)
-    return y_TO
+    modules = len(rows.out_dims)
+    parts = [jnp.zeros((1, modules, len(part.row_W), part.block_tokens, part.tile_rows), _F32) for part in plan]
+    return _expand_all(parts, pool, rows, plan, y_TO, unit=unit, dtype=dtype, interpret=interpret)
 
 
 def check_supported(units: tuple[int, int], dtype: Any) -> None:
