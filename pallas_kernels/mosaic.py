@@ -35,7 +35,8 @@ def interpreter(interpret: bool) -> Any:
         return None
     if not CAN_INTERPRET:
         raise NotImplementedError(f"Mosaic GPU kernels are interpreted from jax 0.11 on, not by {jax.__version__}")
-    return plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
+    # A wait for copies of all of its few TMA threads would count as one for any copy.
+    return plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=32)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def sync(barrier: Any) -> None:

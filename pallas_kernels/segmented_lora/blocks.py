@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels import tuning
-from pallas_kernels.segmented_lora.plan import Segments
+from pallas_kernels.segmented_lora.plan import MIN_BLOCK, Segments
 
 OP = "segmented_lora"
 _LEAST_CHUNK = 16
@@ -93,8 +93,10 @@ def expand_blocks(part: Segments, out_dims: tuple[int, ...], unit: int, dtype: s
     C, N, total = part.block_tokens, len(part.token_NC), sum(out_dims)
     chunk = _chunk(unit, 128 if C <= 32 and dtype != "float32" else 64)
     columns = total // chunk
-    # More than two steps: ptxas spilled (4 bytes, units of 128); so it did with two of three modules (jax 0.12).
-    steps = 2 if len(out_dims) == 1 and columns % 2 == 0 and N * columns >= 4 * _PROGRAMS else 1
+    # More than two steps: ptxas spilled (4 bytes, units of 128); so it did with two of three modules (jax 0.12), and of
+    # tiles of 32 rows.
+    lean = len(out_dims) == 1 and part.tile_rows == MIN_BLOCK
+    steps = 2 if lean and columns % 2 == 0 and N * columns >= 4 * _PROGRAMS else 1
     heuristic = ExpandBlocks(chunk, steps, num_warps=4 if C <= 32 else 8)
     return tuning.lookup(OP, expand_key(part, out_dims, unit, dtype), heuristic)
 

@@ -244,6 +244,7 @@ def _expand_body(
                 y_gmem[token, number] = new
 
         _each_token(token_gmem, block, y_gmem.shape[0], run)
+        plgpu.commit_smem()  # copies are a proxy of their own: they come behind what was read
         mosaic.sync(ready)  # the next tile's rows and projections come to the same place
         return carry
 
