@@ -83,8 +83,8 @@ class EngineConfig(ApiConfig, ServerConfig, ParallelConfig):
         metadata=key_info(
             "What computes attention and the adapters' products. auto takes Pallas kernels, which read the pool in "
             "place, where the GPU runs them, else XLA. triton on a CPU interprets them: for tests, very slow. "
-            "mosaic_gpu has kernels of its own for adapters in decodes, of units of 128, and for attention in 16 bits "
-            "with a head_dim of whole 64; no GPU has run them yet."
+            "mosaic_gpu has kernels of its own for adapters of units of 128, those of prompts in 16 bits, and for "
+            "attention in 16 bits with a head_dim of whole 64; no GPU has run them yet."
         ),
     )
     seed: int = field(

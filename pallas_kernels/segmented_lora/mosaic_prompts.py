@@ -69,9 +69,7 @@ def _atoms(kind: Any, *shape: int, swizzle: int = 128) -> Any:
     return plgpu.SMEM(shape, kind, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _entries(
-    table_ARU: jax.Array, lead: Any, part: Segments, column_U: jax.Array, num_units: int
-) -> jax.Array:
+def _entries(table_ARU: jax.Array, lead: Any, part: Segments, column_U: jax.Array, num_units: int) -> jax.Array:
     """int32[W, U, K]: units of every tile's rank rows, -1 where there is none."""
     place_K = jnp.arange(part.tile_rows)
     row_W1K = part.row_W[:, None, None] + jnp.minimum(place_K, part.num_rows_W[:, None, None] - 1)
@@ -170,9 +168,7 @@ def _shrink_body(
                 _carry(raw_smem.at[stage, m], units_gmem.at[tile, m, unit], a_smem.at[m], sizes.swizzle)
             plgpu.commit_smem()
             plgpu.barrier_wait(x_arrived.at[stage])
-            new = tuple(
-                old + mosaic.product(x_smem.at[stage], a_smem.at[m].T, old.shape) for m, old in enumerate(sums)
-            )
+            new = tuple(old + mosaic.product(x_smem.at[stage], a_smem.at[m].T, old.shape) for m, old in enumerate(sums))
             mosaic.sync(done)  # every warp has its products: the stage is free
             pl.when(i + STAGES < end)(lambda: request(i + STAGES))
             return new
@@ -331,8 +327,9 @@ def expand(
         y_TO.reshape(num_tokens, -1, SPAN),
         grid=(len(part.token_NC) * sizes.groups, outputs // SPAN),
         scratch=[
-            plgpu.SMEM((TOKENS, SPAN), _F32), plgpu.SMEM((STAGES, K, SPAN), dtype), _atoms(dtype, K, SPAN, swizzle=sizes.swizzle),
-            _atoms(dtype, TOKENS, K, swizzle=sizes.swizzle), plgpu.Barrier(num_arrivals=_ATOM, num_barriers=TOKENS // _ATOM),
+            plgpu.SMEM((TOKENS, SPAN), _F32), plgpu.SMEM((STAGES, K, SPAN), dtype),
+            _atoms(dtype, K, SPAN, swizzle=sizes.swizzle), _atoms(dtype, TOKENS, K, swizzle=sizes.swizzle),
+            plgpu.Barrier(num_arrivals=_ATOM, num_barriers=TOKENS // _ATOM),
             plgpu.Barrier(num_arrivals=_ATOM, num_barriers=STAGES * K // _ATOM), plgpu.Barrier(),
         ],
         name="lora_expand_prompt", interpret=interpret,

@@ -302,7 +302,7 @@ def delta(
     check_supported(units, x_TI.dtype)
     modules = len(rows.out_dims)
     parts = [
-        _kernels(part, modules, x_TI.dtype).shrink(x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
+        _kernels(part, modules, x_TI.dtype)[0](x_TI, pools[0], rows, part, unit=units[0], interpret=interpret)
         for part in plan
     ]
     if axis_name is not None:
@@ -310,18 +310,12 @@ def delta(
     return _expand_all(parts, pools[1], rows, plan, y_TO, unit=units[1], dtype=x_TI.dtype, interpret=interpret)
 
 
-class _Kernels(NamedTuple):
-    shrink: Callable[..., jax.Array]
-    expand: Callable[..., jax.Array]
-
-
-def _kernels(part: Segments, modules: int, dtype: Any) -> _Kernels:
-    """Whose kernels run a part of a plan: prompts' blocks are for tensor cores."""
+def _kernels(part: Segments, modules: int, dtype: Any) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Shrink and expand of a part of a plan: prompts' blocks are for tensor cores."""
     if part.block_tokens == MIN_BLOCK:
-        return _Kernels(shrink, expand)
-    if mosaic_prompts.takes(part, modules, dtype):
-        return _Kernels(mosaic_prompts.shrink, mosaic_prompts.expand)
-    return _Kernels(pallas_triton.shrink, pallas_triton.expand)
+        return shrink, expand
+    module = mosaic_prompts if mosaic_prompts.takes(part, modules, dtype) else pallas_triton
+    return module.shrink, module.expand
 
 
 def _expand_all(
@@ -330,8 +324,8 @@ def _expand_all(
     """The parts' expansions added to y; in float32, whatever y's type."""
     sum_TO = y_TO if y_TO.dtype == _F32 else jnp.zeros(y_TO.shape, _F32)
     for part, s_ZMWCK in zip(plan, parts, strict=True):
-        kernels = _kernels(part, len(rows.out_dims), dtype)
-        sum_TO = kernels.expand(s_ZMWCK, pool, rows, part, sum_TO, dtype=dtype, **options)
+        _, expand_part = _kernels(part, len(rows.out_dims), dtype)
+        sum_TO = expand_part(s_ZMWCK, pool, rows, part, sum_TO, dtype=dtype, **options)
     return sum_TO if y_TO.dtype == _F32 else (y_TO.astype(_F32) + sum_TO).astype(y_TO.dtype)
 
 

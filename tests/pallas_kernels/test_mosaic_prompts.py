@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels of long segments, interpreted with the race detector on, against the oracle; and their gate."""
+"""The Mosaic GPU kernels of long segments, interpreted with the race detector on, and their gate."""
 
 from __future__ import annotations
 
