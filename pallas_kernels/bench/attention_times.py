@@ -112,6 +112,8 @@ def _timed(
         return Result(SECTION, case, name, note="no time left")
     try:
         return Result(SECTION, case, name, clock.microseconds(stack, *arguments) / layers, floor)
-    except (NotImplementedError, RuntimeError, ValueError) as error:  # cuDNN refuses shapes with any of these
+    except Exception as error:  # whatever a compiler or a device raises is the finding
+        if name in api.IMPLEMENTATIONS:
+            return Result.failed(SECTION, case, name, error, floor=floor)
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Result(SECTION, case, name, floor=floor, note=f"does not run: {lines[0][:120]}")

@@ -108,8 +108,12 @@ def step_times(clock: Clock, model: Model, interpret: bool) -> Iterator[Result]:
         pool, batch = make_pool(model, P), make_inputs(model, kv_pages)
         fn = functools.partial(decode_step, model=model, implementation=implementation, interpret=interpret)
         rows, plan = (adapters.rows, adapters.plan) if adapters else (None, None)
-        time = clock.carried(fn, pool, weights, batch, rows, plan)
-        yield Result(SECTION, case, implementation or "default", time, floor)
+        name = implementation or "default"
+        try:
+            time = clock.carried(fn, pool, weights, batch, rows, plan)
+            yield Result(SECTION, case, name, time, floor)
+        except Exception as error:  # whatever a compiler or a device raises is the finding
+            yield Result.failed(SECTION, case, name, error, floor=floor)
         del pool
 
 

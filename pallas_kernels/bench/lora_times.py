@@ -116,6 +116,6 @@ def _timed(
         return Result(SECTION, case, name, note="no time left")
     try:
         time = clock.microseconds(stack, *arguments) / layers
-    except NotImplementedError as error:
-        return Result(SECTION, case, name, floor=floor, note=f"not implemented: {error}")
+    except Exception as error:  # whatever a compiler or a device raises is the finding
+        return Result.failed(SECTION, case, name, error, floor=floor)
     return Result(SECTION, case, name, time, floor)

@@ -87,12 +87,14 @@ class Batch:
 
 
 def make_batch(
-    adapter_T: np.ndarray, ranks: Sequence[int], in_dim: int, out_dim: int, unit: int, *, layers: int, dtype: Any
-) -> Batch:
+    adapter_T: np.ndarray, ranks: Sequence[int], in_dim: int, out_dim: int, unit: int, *, layers: int, dtype: Any,
+    block_tokens: int = 16,
+) -> Batch:  # fmt: skip
     """Random weights of the size that keeps activations as they are, drawn on the device.
 
     Args:
         ranks: of the adapters, repeated as often as there are adapters.
+        block_tokens: of the plan's blocks.
     """
     num_adapters = int(adapter_T.max(initial=-1)) + 1
     rank_X = np.resize(np.asarray(ranks), max(num_adapters, 1))
@@ -107,7 +109,7 @@ def make_batch(
     tile_rows = 16 if rank_X.max() <= 16 else 32
     # As an engine's bucket for so many tokens: whatever the mix is, the grid is the same.
     blocks = len(adapter_T)
-    shape = SegmentShape(blocks, blocks * -(-int(rank_X.max()) // tile_rows), 16, tile_rows)
+    shape = SegmentShape(blocks, blocks * -(-int(rank_X.max()) // tile_rows), block_tokens, tile_rows)
     plan = make_plan(np.cumsum(rank_X) - rank_X, rank_X, (shape,), adapter_T=adapter_T)
     size = (in_dim * 16) ** -0.25
     keys = jax.random.split(jax.random.key(0))

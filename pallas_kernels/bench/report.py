@@ -31,6 +31,15 @@ class Result:
     limit: float | None = None
     note: str = ""
 
+    @classmethod
+    def failed(cls, section: str, case: str, implementation: str, error: Exception, **known: Any) -> Result:
+        """What raised: it is not implemented, or else wrong. The rest of the report goes on."""
+        lines = str(error).strip().splitlines() or [""]
+        if isinstance(error, NotImplementedError):
+            return cls(section, case, implementation, note=f"not implemented: {lines[0][:200]}", **known)
+        note = f"{type(error).__name__}: {lines[0][:200]}"
+        return cls(section, case, implementation, error=float("nan"), limit=0.0, note=note, **known)
+
     @property
     def right(self) -> bool:
         """False if an error is larger than its limit (a NaN is)."""
@@ -51,10 +60,9 @@ def markdown(results: Sequence[Result], head: dict[str, Any]) -> str:
     if checks:
         lines += ["", "| right | implementation | case | error | limit |", "|---|---|---|---|---|"]
         for r in checks:
-            lines.append(
-                f"| {'yes' if r.right else '**NO**'} | {r.implementation} | {r.case} | {_number(r.error)} "
-                f"| {_number(r.limit)} |{r.note and ' ' + r.note}"
-            )
+            right = "not checked" if r.error is None else "yes" if r.right else "**NO**"
+            case = f"{r.case}: {r.note}" if r.note else r.case
+            lines.append(f"| {right} | {r.implementation} | {case} | {_number(r.error)} | {_number(r.limit)} |")
     for section in dict.fromkeys(r.section for r in results if r.section != "correct"):
         lines += ["", f"| {section} | implementation | us | floor us | floor / time |", "|---|---|---|---|---|"]
         for r in results:

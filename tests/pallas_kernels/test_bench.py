@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import attention_times, correctness, xla_methods
+import pallas_kernels.bench.__main__ as bench
+from pallas_kernels.bench import attention_times, correctness, decode_step, lora_times, xla_methods
 from pallas_kernels.bench.__main__ import main
 from pallas_kernels.bench.decode_step import LLAMA_3_8B
 from pallas_kernels.bench.loras import make_batch, tokens_of_adapters
 from pallas_kernels.bench.report import Result, markdown
 from pallas_kernels.bench.timing import Clock
+from pallas_kernels.segmented_lora import api as lora_api
 
 
 @pytest.mark.slow
@@ -44,6 +48,61 @@ def test_a_wrong_kernel_is_reported(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "**NO**" in captured.out
     assert "WRONG: triton, attention" in captured.err
+
+
+def test_a_kernel_that_fails_is_reported_and_the_rest_runs(monkeypatch, capsys):
+    """Every section: a compiler's refusal and a device's fault are findings, and no end of the report."""
+
+    def fail(*_, **__):
+        raise RuntimeError("ptxas: no registers left\nand more")
+
+    def refuse(*_, **__):
+        raise NotImplementedError("not this shape")
+
+    monkeypatch.setitem(lora_api.BACKENDS, "triton", fail)
+    monkeypatch.setitem(lora_api.BACKENDS, "xla", refuse)
+    monkeypatch.setattr(attention_times.api, "ragged_paged_attention", fail)
+    monkeypatch.setattr(decode_step, "lora_delta", fail)
+    assert main(["--device", "cpu"]) == 1
+    captured = capsys.readouterr()
+    for case in ("lora_delta, distinct, 1 tokens", "distinct, 4 tokens", "2 decodes, 40 slots", "distinct, all seven"):
+        assert re.search(f"WRONG: triton, {case}.*: RuntimeError: ptxas: no registers left\n", captured.err), case
+    assert re.search(
+        r"\| not checked \| xla \| lora_delta, distinct, 1 .*: not implemented: not this shape", captured.out
+    )
+    assert "| distinct, 4 tokens, rank 16, 64 to 128 | xla gather-BMM |" in captured.out
+
+
+def test_a_failed_program_leaves_the_clock_usable():
+    clock = Clock(1 << 16, 1, 1, deadline=0.0)
+
+    def fail(_):
+        clock._buffer.delete()
+        raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        clock._seconds(lambda *_: fail(_), (None,))
+    assert clock.microseconds(lambda x: x + 1, jnp.zeros(8)) >= 0
+
+
+def test_sections_leave_each_other_time(monkeypatch):
+    """What is left of a section's share when time runs out is the next one's; the last one has all."""
+    seen = {}
+    monkeypatch.setattr(bench, "all_checks", lambda *args: seen.update(correct=args[-1]) or [])
+    for module, name in ((lora_times, "lora_times"), (attention_times, "attention_times"), (decode_step, "step_times")):
+        monkeypatch.setattr(module, name, lambda clock, *_, name=name: seen.update({name: clock.deadline}) or [])
+    begin = time.monotonic()
+    list(bench.sections(list(bench.SECTIONS), begin + 100, small=True))
+    assert {name: round((end - begin) / 10) for name, end in seen.items()} == {
+        "correct": 4, "lora_times": 6, "attention_times": 8, "step_times": 10
+    }  # fmt: skip
+    list(bench.sections(["correct", "lora"], begin + 100, small=True))
+    assert round(seen["lora_times"] - begin) == 100
+    assert correct_notes(deadline=begin) == {"no time left"}
+
+
+def correct_notes(deadline):
+    return {result.note for result in correctness.all_checks(("bfloat16",), True, True, deadline)}
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(capsys):
