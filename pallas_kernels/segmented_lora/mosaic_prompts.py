@@ -6,8 +6,8 @@ of eight swizzled rows. TMA fetches 256 bytes of a row at a time into plain shar
 warpgroup carries them on into atoms, zeros in place of rows that are not there. Outputs are changed where they lie,
 token by token: TMA fetches the old ones meanwhile and takes the new ones back.
 
-Before the launch XLA picks the page table's entries of every tile (a few hundred kilobytes at most), so that a
-program finds eight in one line of cache, and gathers the tokens of every block.
+Before the launch XLA picks the page table's entries of every tile (a few megabytes at most), so that a program finds
+eight in one line of cache, and puts the tokens into the order of their blocks.
 """
 
 from __future__ import annotations
@@ -88,6 +88,17 @@ def _eights(number: Any, run: Callable[[Any], None]) -> None:
     jax.lax.fori_loop(0, jax.lax.div(number + _ATOM - 1, _ATOM), step, jnp.int32(0))
 
 
+def _in_order(x_TI: jax.Array, part: Segments) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens block behind block, [T + TOKENS, I]: no block reads past the end. Of each its first, its tokens."""
+    is_token_NC = part.token_NC < len(x_TI)
+    count_N = jnp.sum(is_token_NC, 1, dtype=jnp.int32)
+    start_N = jnp.cumsum(count_N, dtype=jnp.int32) - count_N
+    size = len(x_TI) + TOKENS
+    place_NC = jnp.where(is_token_NC, start_N[:, None] + jnp.arange(part.block_tokens), size)
+    token_S = jnp.zeros(size, jnp.int32).at[place_NC].set(part.token_NC, mode="drop")
+    return x_TI[token_S], start_N, count_N
+
+
 def _request(
     pool_gmem: Any, unit_of: Callable[[Any], Any], column: Any, num_rows: Any, raw_smem: Any, arrived: Any, first: Any
 ) -> None:
@@ -129,13 +140,14 @@ def _carry(raw_smem: Any, units_gmem: Any, atoms_smem: Any, swizzle: int) -> Non
 
 
 def _shrink_body(
-    x_gmem: Any, block_gmem: Any, num_rows_gmem: Any, units_gmem: Any, pool_gmem: Any, s_gmem: Any, x_smem: Any,
-    raw_smem: Any, a_smem: Any, x_arrived: Any, arrived: Any, done: Any, *, sizes: _Sizes,
+    x_gmem: Any, start_gmem: Any, count_gmem: Any, block_gmem: Any, num_rows_gmem: Any, units_gmem: Any,
+    pool_gmem: Any, s_gmem: Any, x_smem: Any, raw_smem: Any, a_smem: Any, x_arrived: Any, arrived: Any, done: Any, *,
+    sizes: _Sizes,
 ) -> None:  # fmt: skip
     index, part = (jax.lax.axis_index(name) for name in "01")
     tile, begin = jax.lax.div(index, sizes.groups), jax.lax.rem(index, sizes.groups) * TOKENS
     num_rows, block, modules = num_rows_gmem[tile], block_gmem[tile], units_gmem.shape[1]
-    own, barriers = pl.ds(begin, TOKENS), sizes.tile_rows // _ATOM
+    own, barriers = pl.ds(start_gmem[block] + begin, TOKENS), sizes.tile_rows // _ATOM
     first, end = part * sizes.steps, (part + 1) * sizes.steps
 
     def place(turn: Any, module: int) -> tuple[Any, Any]:
@@ -153,9 +165,9 @@ def _shrink_body(
                 arrived, barrier,
             )  # fmt: skip
         columns = pl.ds(turn * SPAN, SPAN)
-        plgpu.copy_gmem_to_smem(x_gmem.at[block, own, columns], x_smem.at[stage], x_arrived.at[stage])
+        plgpu.copy_gmem_to_smem(x_gmem.at[own, columns], x_smem.at[stage], x_arrived.at[stage])
 
-    @pl.when(num_rows > 0)
+    @pl.when((num_rows > 0) & (begin < count_gmem[block]))
     def _() -> None:
         for ahead in range(STAGES):
             pl.when(first + ahead < end)(lambda ahead=ahead: request(first + ahead))
@@ -176,13 +188,13 @@ def _shrink_body(
         zero = plgpu.layout_cast(jnp.zeros((TOKENS, sizes.tile_rows), _F32), plgpu.Layout.WGMMA)
         sums = jax.lax.fori_loop(first, end, turn, (zero,) * modules)
         for m, sum_CK in enumerate(sums):
-            mosaic.store(s_gmem.at[part, m, tile, own], sum_CK)
+            mosaic.store(s_gmem.at[part, m, tile, pl.ds(begin, TOKENS)], sum_CK)
 
 
 def shrink(x_TI: jax.Array, pool: jax.Array, rows: Rows, part: Segments, *, unit: int, interpret: bool) -> jax.Array:
-    """Partial projections of every tile, float32[splits, M, W, C, tile_rows]; undefined in idle tiles."""
+    """Partial projections of every tile, float32[splits, M, W, C, tile_rows]; undefined in idle tiles and places."""
     tables, dtype = Tables.of(rows), x_TI.dtype
-    modules, num_tiles, (num_tokens, in_dim) = len(tables.places_a), len(part.row_W), x_TI.shape
+    modules, num_tiles, in_dim = len(tables.places_a), len(part.row_W), x_TI.shape[1]
     K, C, turns = part.tile_rows, part.block_tokens, in_dim // SPAN
     units = pool_of(pool, dtype, unit)
     units_WMUK = jnp.stack([
@@ -197,7 +209,7 @@ def shrink(x_TI: jax.Array, pool: jax.Array, rows: Rows, part: Segments, *, unit
 
     return mosaic.fill(
         body,
-        (x_TI[jnp.minimum(part.token_NC, num_tokens - 1)], part.block_W, part.num_rows_W, units_WMUK, units),
+        (*_in_order(x_TI, part), part.block_W, part.num_rows_W, units_WMUK, units),
         jax.ShapeDtypeStruct((splits, modules, num_tiles, C, K), _F32),
         grid=(num_tiles * sizes.groups, splits),
         scratch=[
