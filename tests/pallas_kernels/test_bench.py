@@ -50,6 +50,7 @@ def test_a_wrong_kernel_is_reported(monkeypatch, capsys):
     assert "WRONG: triton, attention" in captured.err
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_is_reported_and_the_rest_runs(monkeypatch, capsys):
     """Every section: a compiler's refusal and a device's fault are findings, and no end of the report."""
 
@@ -68,7 +69,7 @@ def test_a_kernel_that_fails_is_reported_and_the_rest_runs(monkeypatch, capsys):
     for case in ("lora_delta, distinct, 1 tokens", "distinct, 4 tokens", "2 decodes, 40 slots", "distinct, all seven"):
         assert re.search(f"WRONG: triton, {case}.*: RuntimeError: ptxas: no registers left\n", captured.err), case
     assert re.search(
-        r"\| not checked \| xla \| lora_delta, distinct, 1 .*: not implemented: not this shape", captured.out
+        r"\| not checked \| xla \| lora_delta, distinct, 1 .*: not implemented: .*not this shape", captured.out
     )
     assert "| distinct, 4 tokens, rank 16, 64 to 128 | xla gather-BMM |" in captured.out
 
