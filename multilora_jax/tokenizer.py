@@ -155,9 +155,7 @@ class Tokenizer:
         if ids[:2] == [bos, bos]:
             plain = token_ids(self._backend, text, False)
             return ids[1:] if ids[1 : len(plain) + 1] == plain else ids
-        if self._add_bos and ids[:1] != [bos]:
-            return [bos, *ids]
-        return ids
+        return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
 
     def decode(self, ids: SequenceABC[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
