@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from multilora_jax.chat_template import flatten_content, render_chat
+from multilora_jax.encoding import token_ids
 from multilora_jax.errors import ConfigError, UserError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -147,16 +148,14 @@ class Tokenizer:
         With `add_special_tokens` a model that wants a BOS gets exactly one: a text that already begins with the BOS
         (a chat rendered by the caller) is given no second.
         """
-        ids = list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = token_ids(self._backend, text, add_special_tokens)
         bos = self.bos_token_id
         if not add_special_tokens or bos is None:
             return ids
         if ids[:2] == [bos, bos]:
-            plain = self._backend.encode(text, add_special_tokens=False).ids
+            plain = token_ids(self._backend, text, False)
             return ids[1:] if ids[1 : len(plain) + 1] == plain else ids
-        if self._add_bos and ids[:1] != [bos]:
-            return [bos, *ids]
-        return ids
+        return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
 
     def decode(self, ids: SequenceABC[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import tokenizers
@@ -57,6 +61,33 @@ def test_d10_no_bos_where_the_model_wants_none():
     assert tokenizer.encode("Hi") == [ord(c) for c in "Hi"]
     assert tokenizer.encode(BOS + BOS + "H") == [270, 270, ord("H")]
     assert Tokenizer(byte_level()).encode("Hi") == [ord(c) for c in "Hi"]
+
+
+def longest_wait(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that `work` takes, and the longest that another thread waits for a turn meanwhile."""
+    turns, done = [time.perf_counter()], threading.Event()
+
+    def take_turns() -> None:
+        while not done.wait(0.001):
+            turns.append(time.perf_counter())
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    done.set()
+    other.join()
+    return seconds, max(after - before for before, after in pairwise([*turns, time.perf_counter()]))
+
+
+def test_others_go_on_while_a_long_text_is_read():
+    """A prompt of megabytes must not stop the engine's steps and all other requests for as long as it is read."""
+    tokenizer, text = make(add_bos=True), "a longer text, " * 20_000
+    assert tokenizer.encode(text) == [tokenizer.bos_token_id, *text.encode()]
+    # A machine that does something else for a while proves nothing: with the lock held it is so each time.
+    shares = [wait / seconds for seconds, wait in (longest_wait(lambda: tokenizer.encode(text)) for _ in range(5))]
+    assert min(shares) < 0.5
 
 
 def test_ids_and_sizes():

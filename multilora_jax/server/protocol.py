@@ -15,15 +15,18 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     PrivateAttr,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from multilora_jax.errors import UserError
 from multilora_jax.request import SamplingParams, StructuredOutputsParams
+from multilora_jax.sampling_params import MAX_EDITED_TOKENS
 from multilora_jax.server import json_types
 from multilora_jax.server.mixes import MixEntry, check_mix
 from multilora_jax.server.structure import read_structure
@@ -36,11 +39,33 @@ NOT_SERVED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
 MAX_REQUEST_ID_LENGTH = 256
 
 
+def _stop_at_first_wrong_item(schema: Any) -> None:
+    """Makes the lists of a schema be left at the first wrong item, which is all that an error tells.
+
+    pydantic goes on to the end, and makes an object of every complaint: of a body of megabytes that is millions, for
+    which everybody else would wait.
+    """
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _stop_at_first_wrong_item(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _stop_at_first_wrong_item(part)
+
+
 class Body(BaseModel):
     """A JSON object with known fields."""
 
     model_config = ConfigDict(strict=True)
     not_served: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _stop_at_first_wrong_item(schema)
+        return schema
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -118,6 +143,17 @@ class GenerationBody(Body):
     user: str | None = None
     _structure_field: str | None = PrivateAttr(None)
     _structure: StructuredOutputsParams | None = PrivateAttr(None)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_num_biases(cls, value: Any) -> Any:
+        """Before its entries are looked at, each of which may be wrong in its own way."""
+        if isinstance(value, dict) and len(value) > MAX_EDITED_TOKENS:
+            raise UserError(
+                f"logit_bias lists {len(value)} tokens: at most {MAX_EDITED_TOKENS} are served",
+                reason="bad_sampling_params", param="logit_bias",
+            )  # fmt: skip
+        return value
 
     @field_validator("lora")
     @classmethod

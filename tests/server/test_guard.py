@@ -8,12 +8,17 @@ import select
 import socket
 import time
 from collections.abc import Iterable
+from typing import Any, get_type_hints
 
 import pytest
+from pydantic import ValidationError
 
+from multilora_jax.errors import UserError
 from multilora_jax.lora.folders import check_size
 from multilora_jax.server import inputs
+from multilora_jax.server.protocol import CompletionBody
 from tests.server.harness import listening, wait_for
+from tests.server.test_auth import all_routes
 
 pytestmark = pytest.mark.anyio
 
@@ -120,6 +125,27 @@ async def test_very_many_prompts_are_refused_unread(make_server, monkeypatch):
     monkeypatch.setattr(inputs, "_completion_prompts", read)
     answer = await server.post(PATH, {**BODY, "prompt": ["a"] * 257})
     assert (answer.status_code, answer.json()["error"]["reason"]) == (400, "too_many_prompts")
+
+
+def test_a_body_of_a_million_wrong_items_is_refused_at_the_first(server):
+    """Every route's body: to note each would keep the event loop, and so every other client, for up to minutes."""
+    endpoints = [route.endpoint for route in all_routes(server.app.routes)]
+    models = {hints["body"] for hints in map(get_type_hints, endpoints) if "body" in hints}
+    assert CompletionBody in models
+    fields = [(model, name) for model in models for name in model.model_fields]
+    wrong: list[Any] = [[object()] * 5000, {str(number): object() for number in range(5000)}]
+    num_nested = 0
+    for model, name in fields:
+        for value in wrong:
+            try:
+                model.model_validate({name: value})
+            except ValidationError as error:
+                num_errors = sum(found["loc"][:1] == (name,) for found in error.errors())
+                assert num_errors <= 3, (model, name)
+                num_nested += any(len(found["loc"]) > 1 for found in error.errors())
+            except UserError:
+                continue  # refused as a whole
+    assert num_nested > 5  # items were looked at
 
 
 def test_an_adapter_beyond_the_limit_is_refused_unread(tmp_path):
