@@ -41,7 +41,7 @@ class FolderWriter:
         kind: "model" or "adapter".
 
     Raises:
-        UserError: `out` exists or is being made (`already_exists`), or nothing can be made there (`bad_value`). Whatever
+        UserError: `out` exists or is being made (`already_exists`), or nothing can be made there (`bad_value`). What
             cannot be written later, as on a full disk, is one too (`bad_value`), from `add` or the end of the `with`.
     """
 

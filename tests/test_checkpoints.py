@@ -317,10 +317,33 @@ def test_a_conversion_under_way_is_left_alone(golden_tiny, tmp_path):
     assert (tmp_path / "out" / MANIFEST_FILE).exists()
 
 
-def test_a_folder_that_came_meanwhile_is_kept(tmp_path):
-    with pytest.raises(UserError, match=r"out: cannot make .*Directory not empty"):  # noqa: SIM117
-        with FolderWriter(tmp_path / "out", "model") as writer:
-            writer.add({"a": np.zeros(3, np.float32)})
-            (tmp_path / "out").mkdir()
-            (tmp_path / "out" / "mine").touch()
+def test_a_folder_that_came_meanwhile_is_kept(golden_tiny, tmp_path, monkeypatch):
+    complete = FolderWriter._complete
+
+    def late(self):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").touch()
+        complete(self)
+
+    monkeypatch.setattr(FolderWriter, "_complete", late)
+    with pytest.raises(UserError, match=r"out: cannot make .*Directory not empty"):
+        checkpoints.save(golden_tiny / "bases" / "tied", tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_more_parts_than_there_can_be_are_not_counted(copy):
+    about = copy / "weights" / "0000" / "model.embed_tokens.weight" / ".zarray"
+    described = json.loads(about.read_text())
+    rows = 1 << 40  # a file with holes takes no room
+    described |= {"shape": [rows, 1], "chunks": [1, 1]}
+    about.write_text(json.dumps(described))
+    with (copy / "weights" / "holes").open("wb") as file:
+        file.truncate(4 * rows)
+
+    def change(manifest):
+        manifest["tensors"]["model.embed_tokens.weight"]["shape"] = [rows, 1]
+        manifest["files"] |= {"weights/holes": 4 * rows}
+        manifest["files"][about.relative_to(copy).as_posix()] = about.stat().st_size
+
+    edit(copy, change)
+    assert "has 1099511627776 parts" in refusal(copy)
