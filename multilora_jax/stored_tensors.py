@@ -63,8 +63,11 @@ def is_foreign_orbax(folder: str | os.PathLike[str]) -> bool:
     """Whether `folder`, or one in it, is an Orbax checkpoint that something else wrote."""
     if is_stored(folder):
         return False
-    folders = [Path(folder), *(entry for entry in Path(folder).iterdir() if entry.is_dir())]
-    return any((place / name).exists() for place in folders for name in _ORBAX_FILES)
+    try:
+        inner = [entry.path for entry in os.scandir(folder) if entry.is_dir()]
+    except OSError:
+        return False  # what is wrong with it is told by who reads it
+    return any(os.path.exists(os.path.join(place, name)) for place in (folder, *inner) for name in _ORBAX_FILES)
 
 
 class StoredTensors:
@@ -85,7 +88,7 @@ class StoredTensors:
 
     def __init__(self, folder: str | os.PathLike[str], kind: str):
         self.path = Path(folder)
-        if (self.path / UNFINISHED_FILE).exists():
+        if os.path.lexists(self.path / UNFINISHED_FILE):
             raise _corrupt(f"an interrupted conversion, never finished: delete the folder and {_AGAIN}")
         with open_regular(self.path / MANIFEST_FILE) as file:
             text = file.read(_MAX_MANIFEST_BYTES + 1)
@@ -135,6 +138,8 @@ class StoredTensors:
                 raise _corrupt(f"{MANIFEST_FILE} lists {name[:200]!r}, which is no file of {WEIGHTS_FOLDER}")
             try:
                 status = os.stat(f"{self.path}/{name}")
+            except PermissionError as error:
+                raise _corrupt(f"{name} cannot be opened ({error.strerror})") from None
             except (OSError, ValueError):
                 raise _corrupt(f"{name} is missing: copy it again, or {_AGAIN}") from None
             if not stat.S_ISREG(status.st_mode):
@@ -165,6 +170,8 @@ class StoredTensors:
                 f"{tensor.dtype.name}{list(tensor.shape)}: the files are of two checkpoints, or were changed; {_AGAIN}"
             )
         size = math.prod(array.chunks) * tensor.dtype.itemsize
+        if array.num_chunks > len(files):  # more than can be counted, if somebody made it up
+            raise _corrupt(f"{where} has {array.num_chunks} parts, and {MANIFEST_FILE} does not list them: {_AGAIN}")
         for name in array.files():
             if files.get(f"{place}/{name}") != size:
                 raise _corrupt(f"{where}: {MANIFEST_FILE} does not list its part {name} as it should be: {_AGAIN}")

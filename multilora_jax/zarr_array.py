@@ -62,6 +62,11 @@ class ZarrArray:
         if not fits or any(size % part for size, part in zip(self.shape, self.chunks, strict=True)):
             raise FileError("corrupt", f"chunks of {list(self.chunks)} do not divide {list(self.shape)}")
 
+    @property
+    def num_chunks(self) -> int:
+        """Files that the array is made of."""
+        return math.prod(self.shape) // math.prod(self.chunks)
+
     def files(self) -> Iterator[str]:
         """Names of the chunks' files, each of which holds `prod(chunks)` numbers."""
         counts = (size // part for size, part in zip(self.shape, self.chunks, strict=True))

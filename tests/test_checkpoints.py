@@ -21,6 +21,7 @@ from multilora_jax.models.checkpoint import open_checkpoint
 from multilora_jax.models.checkpoint.orbax import OrbaxCheckpoint
 from multilora_jax.models.layers import LlamaSpec
 from multilora_jax.models.loader import load_llama
+from multilora_jax.orbax_writer import FolderWriter
 from multilora_jax.request import LoRARequest
 from multilora_jax.stored_tensors import MANIFEST_FILE, UNFINISHED_FILE
 from tests.checkpoints_worker import CONFIG, Numbered
@@ -277,3 +278,72 @@ def test_a_float_checkpoint_does_not_pass_for_eight_bits(tmp_path, golden_tiny):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     with pytest.raises(ConfigError, match="set quantization to int8"):
         load_llama(spec, 16, mesh, checkpoint)
+
+
+LIMITED = (
+    "import resource, signal, sys; from multilora_jax import checkpoints, orbax_writer\n"
+    "from multilora_jax.errors import UserError\n"
+    "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    "complete = orbax_writer.FolderWriter._complete\n"
+    "def limit(size): resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))\n"
+    "def limited(self): limit(100); complete(self)\n"
+    "size, source, out = int(sys.argv[1]), *sys.argv[2:]\n"
+    "if size: limit(size)\n"
+    "else: orbax_writer.FolderWriter._complete = limited\n"
+    "try: checkpoints.save(source, out, group_bytes=50_000)\n"
+    "except UserError as error: limit(1 << 30); print(error.reason, error.message)\n"
+)
+
+
+@pytest.mark.parametrize("size", [20_000, 200, 0])
+def test_a_disk_that_takes_no_more_is_told_and_leaves_nothing(golden_tiny, tmp_path, size):
+    source = golden_tiny / "bases" / "tied"
+    command = [sys.executable, "-c", LIMITED, str(size), str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"bad_value out: cannot make '{tmp_path / 'out'}': "), done
+    assert done.stdout.endswith(": File too large\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_under_way_is_left_alone(golden_tiny, tmp_path):
+    source = golden_tiny / "bases" / "tied"
+    with FolderWriter(tmp_path / "out", "model") as writer:
+        before = sorted(writer.folder.rglob("*"))
+        with pytest.raises(UserError, match=r"another conversion to .*out is at work") as caught:
+            checkpoints.save(source, tmp_path / "out")
+        assert caught.value.reason == "already_exists"
+        assert sorted(writer.folder.rglob("*")) == before
+        writer.add({"a": np.zeros(3, np.float32)})
+    assert (tmp_path / "out" / MANIFEST_FILE).exists()
+
+
+def test_a_folder_that_came_meanwhile_is_kept(golden_tiny, tmp_path, monkeypatch):
+    complete = FolderWriter._complete
+
+    def late(self):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").touch()
+        complete(self)
+
+    monkeypatch.setattr(FolderWriter, "_complete", late)
+    with pytest.raises(UserError, match=r"out: cannot make .*Directory not empty"):
+        checkpoints.save(golden_tiny / "bases" / "tied", tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_more_parts_than_there_can_be_are_not_counted(copy):
+    about = copy / "weights" / "0000" / "model.embed_tokens.weight" / ".zarray"
+    described = json.loads(about.read_text())
+    rows = 1 << 40  # a file with holes takes no room
+    described |= {"shape": [rows, 1], "chunks": [1, 1]}
+    about.write_text(json.dumps(described))
+    with (copy / "weights" / "holes").open("wb") as file:
+        file.truncate(4 * rows)
+
+    def change(manifest):
+        manifest["tensors"]["model.embed_tokens.weight"]["shape"] = [rows, 1]
+        manifest["files"] |= {"weights/holes": 4 * rows}
+        manifest["files"][about.relative_to(copy).as_posix()] = about.stat().st_size
+
+    edit(copy, change)
+    assert "has 1099511627776 parts" in refusal(copy)

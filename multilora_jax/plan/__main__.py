@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -54,10 +55,12 @@ def define_flags() -> None:
         lower_bound=0,
     )  # fmt: skip
     absl_flags.DEFINE_enum("device", "h200", tuple(MEMORY_GB), "What to plan for, and to compile for.")
-    absl_flags.DEFINE_integer("tp", None, "Devices that share one model; by default tensor_parallel_size.")
+    absl_flags.DEFINE_integer(
+        "tp", None, "Devices that share one model; by default tensor_parallel_size.", lower_bound=1
+    )
     absl_flags.DEFINE_float("memory_gb", None, "Memory of each device in GB (10^9 bytes); by default the device's own.")
-    absl_flags.DEFINE_integer("num_adapters", 0, "Adapters that shall lie in the pool together.")
-    absl_flags.DEFINE_integer("rank", 16, "Their rank.")
+    absl_flags.DEFINE_integer("num_adapters", 0, "Adapters that shall lie in the pool together.", lower_bound=0)
+    absl_flags.DEFINE_integer("rank", 16, "Their rank.", lower_bound=1)
     absl_flags.DEFINE_enum("targets", "all", tuple(TARGETS), "Projections that they have.")
     absl_flags.DEFINE_bool("collectives", False, "Print what adapters of rank 8 to 128 add to one layer's collectives.")
     absl_flags.DEFINE_string("json", None, "Write everything to this file.")
@@ -135,10 +138,24 @@ def compiled(f: Any, mesh: Mesh, spec: LlamaSpec, sizes: Sizes, max_lora_rank: i
         )  # fmt: skip
 
 
+def _check(config: EngineConfig, f: Any) -> None:
+    """Refuses what no device has, and adapters that a server of this configuration would refuse."""
+    if f.memory_gb is not None and not 0 < f.memory_gb < math.inf:
+        raise ConfigError(
+            f"memory_gb {f.memory_gb} must be a finite number above 0", reason="bad_value", param="memory_gb"
+        )
+    if f.num_adapters and f.rank > config.max_lora_rank:
+        raise ConfigError(
+            f"rank {f.rank} is above max_lora_rank {config.max_lora_rank}: raise that, or plan with a lower rank",
+            reason="bad_value", param="rank",
+        )  # fmt: skip
+
+
 def main(_: list[str]) -> int:
     """Entry point: 0 if everything fits, 1 if it does not."""
     f = absl_flags.FLAGS
     config = flags.config_from_flags()
+    _check(config, f)
     tp = f.tp or config.tensor_parallel_size
     jax.config.update("jax_platforms", "cpu")  # a device that is there must not be taken for the one planned for
     if f.device == "cpu":
@@ -164,7 +181,12 @@ def main(_: list[str]) -> int:
         mesh, spec = target_mesh(f.device, tp), spec_of(config, model, plan, dtype, f)
         print(table_text(layer_collectives(f.device, mesh, spec, config.max_num_seqs), config.max_num_seqs, tp))
     if f.json:
-        Path(f.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        try:
+            Path(f.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"json: cannot write {f.json!r}: {error.strerror}", reason="bad_value", param="json"
+            ) from None
     fits = plan.kv_tokens >= 0 and (memory_gb is None or peak <= memory_gb * 1e9)
     return 0 if fits else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -226,3 +227,55 @@ def test_loading_holds_the_weights_once(tmp_path):
         [sys.executable, "-c", _MEASURE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )
     assert float(result.stdout) < 1.15
+
+
+def test_a_config_that_is_no_file_of_text_is_refused_without_waiting(tied):
+    path = tied / "config.json"
+    kept = path.read_text()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"config\.json: not a regular file"):
+        open_checkpoint(tied)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"config\.json: not a regular file"):
+        open_checkpoint(tied)
+    path.unlink()
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        open_checkpoint(tied)
+    path.write_text(" " * ((64 << 20) + 1))
+    with pytest.raises(ConfigError, match="larger than 64 MiB"):
+        open_checkpoint(tied)
+    path.write_text(kept)
+    (tied / "model.safetensors").unlink()
+    index = tied / "model.safetensors.index.json"
+    for shard in (5, None, [], "a\0b"):
+        index.write_text(json.dumps({"weight_map": {"a": shard, "b": "model.safetensors"}}))
+        with pytest.raises(ConfigError, match="names files by what is no name"):
+            open_checkpoint(tied)
+
+
+WITHOUT_RIGHTS = (
+    "setpriv",
+    "--bounding-set=-dac_override,-dac_read_search",
+    "--inh-caps=-dac_override,-dac_read_search",
+)
+
+
+@pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="root may read everything")
+def test_folders_that_may_not_be_read_are_no_traceback(tied):
+    closed = tied / "lost+found"
+    closed.mkdir()
+    closed.chmod(0)
+    code = (
+        "import sys; from multilora_jax.errors import ConfigError\n"
+        "from multilora_jax.models.checkpoint import open_checkpoint\n"
+        "try: print(len(open_checkpoint(sys.argv[1]).names()) > 0)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    command = [*(WITHOUT_RIGHTS if os.getuid() == 0 else ()), sys.executable, "-c", code, str(tied)]
+    run = {"capture_output": True, "text": True, "check": True, "cwd": Path(__file__).parents[2]}
+    assert subprocess.run(command, **run).stdout == "True\n"
+    (tied / "config.json").chmod(0)
+    assert subprocess.run(command, **run).stdout == f"{tied}/config.json: Permission denied\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from multilora_jax.errors import ConfigError
 from multilora_jax.models.checkpoint.base import bad_checkpoint, ignored, reading, validate
 from multilora_jax.models.checkpoint.hub import resolve_tokenizer
 from multilora_jax.models.config import ModelConfig
-from multilora_jax.safetensors_file import SafetensorsFile
+from multilora_jax.safetensors_file import SafetensorsFile, open_regular
 from multilora_jax.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MAX_JSON_BYTES = 64 << 20
 
 
 class FolderCheckpoint:
@@ -68,6 +70,8 @@ class FolderCheckpoint:
         weight_map = _read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise bad_checkpoint(index_path, "has no weight_map")
+        if not all(isinstance(shard, str) and "\0" not in shard for shard in weight_map.values()):
+            raise bad_checkpoint(index_path, "its weight_map names files by what is no name")
         shards: dict[str, SafetensorsFile] = {}
         for shard in sorted(set(weight_map.values())):
             path = self.folder / shard
@@ -104,11 +108,15 @@ def read_config(folder: Path, name: str | None = None) -> ModelConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        raise bad_checkpoint(path, "this file is missing: is the folder a Hugging Face model?")
+    with reading(path), open_regular(path) as file:
+        text = file.read(_MAX_JSON_BYTES + 1)
+    if len(text) > _MAX_JSON_BYTES:
+        raise bad_checkpoint(path, f"larger than {_MAX_JSON_BYTES >> 20} MiB")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise bad_checkpoint(path, "this file is missing: is the folder a Hugging Face model?") from None
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise bad_checkpoint(path, f"not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise bad_checkpoint(path, "must hold a JSON object")
