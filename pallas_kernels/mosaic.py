@@ -64,7 +64,7 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def product(a_smem: Any, b_smem: Any, shape: tuple[int, ...]) -> jax.Array:
+def product(a_smem: Any, b_smem: Any, shape: tuple[int, int]) -> jax.Array:
     """a b in float32, by wgmma; both lie in atoms."""
 
     def run(acc: Any) -> jax.Array:
