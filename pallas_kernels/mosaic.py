@@ -64,14 +64,15 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def product(a_smem: Any, b_smem: Any, shape: tuple[int, int]) -> jax.Array:
-    """a b in float32, by wgmma; both lie in atoms."""
+def product(a_smem: Any, b_smem: Any, shape: tuple[int, ...]) -> jax.Array:
+    """a b in float32, [rows, columns], by wgmma; both lie in atoms."""
+    rows, columns = shape
 
     def run(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, a_smem, b_smem)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(run, plgpu.ACC((rows, columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def update(

@@ -221,13 +221,13 @@ def _body(
         def turn(i: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             stage = jax.lax.rem(i - first, STAGES)
             plgpu.barrier_wait(k_arrived.at[stage])
-            score_MC = _product(q_smem, k_smem.at[stage].T, (LANES, SLOTS))
+            score_MC = mosaic.product(q_smem, k_smem.at[stage].T, (LANES, SLOTS))
             visible_MC = _visible(begin, i, context - count, sizes)
             top_M, total_M, p_MC, shrink_M = _softmax(score_MC, visible_MC, carry[0], carry[1], sizes.head_dim)
             p_smem[...] = p_MC.astype(p_smem.dtype)
             plgpu.commit_smem()
             plgpu.barrier_wait(v_arrived.at[stage])
-            add_MH = _product(p_smem, v_smem.at[stage], (LANES, sizes.head_dim))
+            add_MH = mosaic.product(p_smem, v_smem.at[stage], (LANES, sizes.head_dim))
             out_MH = carry[2] * jax.lax.broadcast_in_dim(shrink_M, add_MH.shape, (0,)) + add_MH
             mosaic.sync(done)  # every warp has its products: the stage is free
             pl.when(i + STAGES < end)(lambda: request(i + STAGES))
@@ -250,16 +250,6 @@ def _body(
         plgpu.copy_smem_to_gmem(out_smem.at[lanes], partial_gmem.at[part, row_of_region, head, own])
         plgpu.copy_smem_to_gmem(weight_smem.at[lanes], weight_gmem.at[part, row_of_region, head, own])
         plgpu.wait_smem_to_gmem(0)
-
-
-def _product(a_smem: Any, b_smem: Any, shape: tuple[int, int]) -> jax.Array:
-    """a b in float32."""
-
-    def run(acc: Any) -> jax.Array:
-        plgpu.wgmma(acc, a_smem, b_smem)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, _F32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _visible(begin: Any, turn: Any, before: Any, sizes: _Sizes) -> jax.Array:

@@ -54,7 +54,7 @@ def seen_product(a_smem, b_smem, _):
 @pytest.mark.parametrize("left_out", [None, *RACES])
 def test_a_wait_too_few_is_seen(monkeypatch, left_out):
     """Controls of the race detector: operands read before they have come, results sent before they are there."""
-    monkeypatch.setattr(pallas_mosaic_gpu, "_product", seen_product)
+    monkeypatch.setattr(pallas_mosaic_gpu.mosaic, "product", seen_product)
     if left_out is None:
         return check([(1, 70)], (1, 1, 64))
     name, number = RACES[left_out]
