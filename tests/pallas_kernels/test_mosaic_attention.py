@@ -13,6 +13,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.dispatch import H200, assume_device
 from pallas_kernels.paged_attention import api, pallas_mosaic_gpu, ragged_paged_attention
 from pallas_kernels.paged_attention.arg_specs import HEADS, random_arguments
+from tests.pallas_kernels.race_controls import leave_out, seen_product
 from tests.pallas_kernels.test_ragged_attention import TOLERANCE
 
 interpreted = pytest.mark.skipif(
@@ -45,11 +46,6 @@ def test_a_decode_and_a_chunk():
     check([(1, 70), (0, 9), (3, 20)], decodes=2, queries=3)
 
 
-def seen_product(a_smem, b_smem, _):
-    """What the race detector sees: jax 0.12 asks of wgmma's reads nothing."""
-    return jnp.matmul(a_smem[...].astype(jnp.float32), b_smem[...].astype(jnp.float32))
-
-
 @interpreted
 @pytest.mark.parametrize("left_out", [None, *RACES])
 def test_a_wait_too_few_is_seen(monkeypatch, left_out):
@@ -57,15 +53,7 @@ def test_a_wait_too_few_is_seen(monkeypatch, left_out):
     monkeypatch.setattr(pallas_mosaic_gpu.mosaic, "product", seen_product)
     if left_out is None:
         return check([(1, 70)], (1, 1, 64))
-    name, number = RACES[left_out]
-    whole, calls = getattr(pallas_mosaic_gpu.plgpu, name), []
-
-    def some(*args):
-        calls.append(args)
-        if len(calls) != number:
-            whole(*args)
-
-    monkeypatch.setattr(pallas_mosaic_gpu.plgpu, name, some)
+    leave_out(monkeypatch, pallas_mosaic_gpu, *RACES[left_out])
     with pytest.raises(Exception, match="(?i)race"):
         call([(1, 3)], (1, 1, 64))
 

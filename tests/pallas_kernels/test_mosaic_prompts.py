@@ -14,6 +14,7 @@ from pallas_kernels.dispatch import H200, assume_device
 from pallas_kernels.segmented_lora import SegmentShape, lora_constants, lora_delta, lora_matmul, mosaic_prompts
 from pallas_kernels.segmented_lora.arg_specs import segment_specs
 from tests.pallas_kernels.pool_problem import PoolProblem
+from tests.pallas_kernels.race_controls import leave_out
 from tests.pallas_kernels.test_lora_delta import engine_rows
 from tests.pallas_kernels.test_mosaic_gpu import NARROW, interpreted, traced
 
@@ -60,25 +61,6 @@ def test_long_segments_beside_short_ones():
     long_problem(as_bits=True).check("mosaic_gpu", LONG)
 
 
-def seen_product(a_smem, b_smem, _):
-    """What the race detector sees: jax 0.12 asks of wgmma's reads nothing."""
-    return jnp.matmul(a_smem[...].astype(jnp.float32), b_smem[...].astype(jnp.float32))
-
-
-def leave_out(monkeypatch, name, number):
-    """Of a kernel, its number-th wait; returns the list of all."""
-    monkeypatch.setattr(mosaic_prompts.mosaic, "product", seen_product)
-    whole, calls = getattr(mosaic_prompts.plgpu, name), []
-
-    def some(*args):
-        calls.append(args)
-        if len(calls) != number:
-            whole(*args)
-
-    monkeypatch.setattr(mosaic_prompts.plgpu, name, some)
-    return calls
-
-
 def small_problem():
     problem = PoolProblem([1], [0], num_rows=1, in_dim=128, out_dims=(128,), unit=128, dtype="bfloat16")
     return problem, part_of(problem)
@@ -89,12 +71,12 @@ def small_problem():
 def test_a_wait_too_few_is_seen(monkeypatch, left_out):
     """Controls of the race detector: operands read before they have come, outputs sent before they are there."""
     if left_out is None:
-        leave_out(monkeypatch, "barrier_wait", 0)
+        leave_out(monkeypatch, mosaic_prompts, "barrier_wait", 0)
         run_shrink(*small_problem())
         run_expand(*small_problem())
         return
     kernel, name, number = RACES[left_out]
-    calls = leave_out(monkeypatch, name, number)
+    calls = leave_out(monkeypatch, mosaic_prompts, name, number)
     with pytest.raises(Exception, match="(?i)race"):
         {"shrink": run_shrink, "expand": run_expand}[kernel](*small_problem())
     assert len(calls) >= number
