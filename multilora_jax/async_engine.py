@@ -20,8 +20,9 @@ from multilora_jax.engine.inputs import Mix, read_mix
 from multilora_jax.engine.metrics import EngineStats
 from multilora_jax.engine_vitals import FAILING_PAUSE_S, EngineDeadError, Health
 from multilora_jax.errors import UnavailableError, UserError
+from multilora_jax.loop_turns import let_arrive, let_send, post, wake_all
 from multilora_jax.request import RequestOutput, SamplingParams
-from multilora_jax.request_stream import RequestStream, post, wake_all
+from multilora_jax.request_stream import RequestStream
 
 if TYPE_CHECKING:
     from multilora_jax.engine.llm_engine import LLMEngine
@@ -235,12 +236,17 @@ class AsyncEngine(AdapterCalls, Health):
     def _run(self) -> None:
         try:
             while True:
-                self._run_commands(block=not self.engine.has_unfinished_requests())
+                idle = not self.engine.has_unfinished_requests()
+                self._run_commands(block=idle)
+                if idle:
+                    let_arrive(self._live_streams, lambda: self._run_commands(block=False))
                 if self._stopped:
                     return
                 if self.engine.has_unfinished_requests():
                     self._vitals.busy()
+                    start = time.monotonic()
                     self._deliver(self._step())
+                    let_send(self._live_streams(), time.monotonic() - start)
         except BaseException as error:
             log.exception("the engine thread died")
             self.fail(error)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from multilora_jax.request import CompletionOutput, FinishReason, RequestOutput
 
@@ -103,24 +102,3 @@ class RequestStream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-def post(loop: asyncio.AbstractEventLoop, callback: Callable[[], Any]) -> bool:
-    """Run a callback on an event loop of any thread; False if that loop is closed."""
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:
-        return False
-    return True
-
-
-def wake_all(streams: Iterable[RequestStream]) -> list[RequestStream]:
-    """Wake the readers of changed streams, with one call per event loop; returns those whose loop is closed."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
-    for stream in streams:
-        by_loop.setdefault(stream.loop, []).append(stream)
-    lost = []
-    for loop, group in by_loop.items():
-        if not post(loop, lambda group=group: [stream.wake() for stream in group]):
-            lost += group
-    return lost

@@ -73,6 +73,7 @@ LEVELS = {
     "multilora_jax.engine_vitals": 7,
     "multilora_jax.replicas": 7,
     "multilora_jax.request_stream": 7,
+    "multilora_jax.loop_turns": 7,
     "multilora_jax.server": 8,
     "multilora_jax": 9,  # serve, bench and every later command
 }
