@@ -89,13 +89,14 @@ class ModelRunner:
         self.loaded_bytes = 0
         self._write_s = self._written_s = 0.0
         self._no_edits: dict[int, SamplingEdits] = {}
-        group = self.programs.group
+        layers, group = self.params["layers"], self.programs.group
         # Layer indices live on the device: passing one must not cost a transfer at every step.
-        self._groups = [
-            (self.params["layers"][first : first + group], slice(first, first + group), self._put(np.int32(first)))
-            for first in range(0, self.spec.config.num_layers, group)
-        ]
-        firsts = [first for _, _, first in self._groups]
+        self._indices = [self._put(np.int32(index)) for index in range(len(layers))]
+        self._parts = {
+            n: [(layers[i : i + n], slice(i, i + n), self._indices[i]) for i in range(0, len(layers), n)]
+            for n in (1, group)
+        }
+        firsts = self._indices[::group]
         self.rows: RowBuffers | InPlaceRows
         if self.spec.in_place:
             self.rows = InPlaceRows(self.spec.geometry, self.programs, self._put, buckets)
@@ -126,7 +127,7 @@ class ModelRunner:
     def join(self, hosts: Hosts | None) -> None:
         """Shares the model with other hosts from now on: what is called here is called there."""
         if hosts is not None:
-            hosts.join(self.mesh, (self.params, self.pool, self._sampled_S, [first for _, _, first in self._groups]))
+            hosts.join(self.mesh, (self.params, self.pool, self._sampled_S, self._indices))
             self.programs.hosts = hosts
 
     def base_tensors(self) -> BaseTensors:
@@ -185,8 +186,7 @@ class ModelRunner:
         self._write_s = min(found)
 
     def _first_runs(self, rows: int) -> None:
-        """Runs each plain program of layers once, on one group: the first run takes longer than all others."""
-        weights, _, first = self._groups[0]
+        """Runs each plain program of layers once, on its first layers: the first run takes longer than all others."""
         buffers: Any = [None] * self.programs.group
         if rows:
             in_place = isinstance(self.rows, InPlaceRows)
@@ -199,8 +199,11 @@ class ModelRunner:
                 lora = LoRARows([], owner_R, scale_LMR, const_LMR, None)
             arguments = self.params["top"], flat_N, self._sampled_S, lora, None
             x, inputs, *_ = self.programs.get("begin", shape, rows, False)(*arguments)
+            weights, where, first = self._parts[self.programs.layers_at_once(shape)][0]
             for key in self.plain_layers(shape, rows):
-                part = list(map(attention_rows, buffers)) if rows and key[3] is Reach.ATTENTION else buffers
+                part = buffers if isinstance(buffers, UnitTable) else buffers[where]
+                if rows and key[3] is Reach.ATTENTION and not isinstance(part, UnitTable):
+                    part = list(map(attention_rows, part))
                 x, self.pool = self.programs.get(*key)(weights, part, self.pool, first, x, inputs)
             x.block_until_ready()
 
@@ -304,7 +307,7 @@ class ModelRunner:
         x, inputs, sampling, mixes = begin(top, flat_N, self._sampled_S, lora, pool)
         layers = programs.get(*layers_key(shape, rows, reach, own_rows))
         buffers: Any = self.rows.layers_for(reach) if rows else [None] * self.spec.config.num_layers
-        for weights, where, first in self._groups:
+        for weights, where, first in self._parts[programs.layers_at_once(shape)]:
             own = buffers if isinstance(buffers, UnitTable) else buffers[where]
             x, self.pool = layers(weights, own, self.pool, first, x, inputs)
         edits = make_edits()  # worked out while the device runs the layers

@@ -99,7 +99,8 @@ class Programs:
     ):
         self.spec = spec
         self.mesh = mesh
-        self.group = layer_group(spec.config.num_layers, mesh.devices.flat[0].platform)
+        self._platform = mesh.devices.flat[0].platform
+        self.group = layer_group(spec.config.num_layers, self._platform)
         self.num_compilations = 0
         self.announces = False
         self.hosts: Hosts | None = None
@@ -135,6 +136,14 @@ class Programs:
                 self.num_compilations += key not in self._programs
                 program = self._programs.setdefault(key, program)
         return program
+
+    def layers_at_once(self, shape: BatchShape) -> int:
+        """Layers of one program of a step of this shape.
+
+        On a CPU a program holds 3 to 10 MB for each of its layers. Most programs are of steps with prompts, which take
+        so long that it does not matter how many programs they are made of.
+        """
+        return 1 if shape.num_prompt_tokens and self._platform == "cpu" else self.group
 
     def lower(self, *key: Any) -> Any:
         """The program of a key, not compiled yet."""
@@ -197,7 +206,7 @@ class Programs:
         return VocabInputs(*specs) if extended else None
 
     def _layers(self, shape: BatchShape, rows: int, reach: Reach, own_rows: int = 0) -> Any:
-        n, layers, extended = self.group, self._params["layers"], reach is Reach.EXTENDED
+        n, layers, extended = self.layers_at_once(shape), self._params["layers"], reach is Reach.EXTENDED
         strip = attention_rows if reach is Reach.ATTENTION else lambda rows: rows
         spec = replace(self._step_spec(shape), own_rows=own_rows)
         fn, arguments = self._start(shape, rows, extended, replace(spec, axis_name=None))
@@ -208,7 +217,7 @@ class Programs:
         if rows and spec.in_place:
             row_buffers, row_specs = self._unit_table(), P()
         elif rows:
-            row_buffers = list(map(strip, self._row_buffers(rows)))
+            row_buffers = list(map(strip, self._row_buffers(rows)[:n]))
             row_specs = [strip(layer_rows_spec(self.spec, rows))] * n
         fn = self._jit(
             functools.partial(run_layers, spec=spec),

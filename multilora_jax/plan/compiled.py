@@ -73,22 +73,23 @@ def compile_step(
         tell(f"compiling {key[0]} of {shape.num_tokens} tokens and {rows} rank rows")
         compiled = programs.get(*key)
         memory = compiled.memory_analysis()
-        runs = num_layers // programs.group if key[0] == "layers" else 1
+        runs = num_layers // programs.layers_at_once(shape) if key[0] == "layers" else 1
         found.append(
             CompiledProgram(
                 key[0], runs, memory.argument_size_in_bytes, memory.output_size_in_bytes,
                 memory.alias_size_in_bytes, memory.temp_size_in_bytes, tuple(read_collectives(compiled.as_text())),
             )
         )  # fmt: skip
-    return CompiledStep(tuple(found), _resident(programs, found, rows))
+    return CompiledStep(tuple(found), _resident(programs, found, rows, programs.layers_at_once(shape)))
 
 
-def _resident(programs: Programs, found: list[CompiledProgram], rows: int) -> int:
-    """Arguments of the programs, each counted once; a group of layers stands for all groups."""
+def _resident(programs: Programs, found: list[CompiledProgram], rows: int, num_layers: int) -> int:
+    """Arguments of the programs, each counted once; so many layers stand for all."""
     begin, layers, finish = found
     once = nbytes_per_device(programs._pool)
-    per_group = nbytes_per_device(programs._params["layers"][: programs.group])
-    per_group += nbytes_per_device(programs._row_buffers(rows)) if rows and not programs.spec.in_place else 0
+    per_group = nbytes_per_device(programs._params["layers"][:num_layers])
+    if rows and not programs.spec.in_place:
+        per_group += nbytes_per_device(programs._row_buffers(rows)[:num_layers])
     tied = "lm_head" not in programs._params["top"]
     twice = nbytes_per_device(programs._params["top"]["embed"]) if tied else 0
     rest = layers.arguments - once - per_group  # activations and tables of the step

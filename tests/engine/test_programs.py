@@ -23,6 +23,7 @@ CONFIG = ModelConfig(
     rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64,
 )  # fmt: skip
 SHAPE, ROWS, BLOCK, WIDTH = BatchShape(num_prompt_tokens=32, num_blocks=4, num_decodes=4), 32, 16, 8
+DECODES = BatchShape(num_prompt_tokens=0, num_blocks=0, num_decodes=8)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,8 @@ def big(request, mesh):
         ("layers", SHAPE, 0, False),
         ("layers", SHAPE, ROWS, False),
         ("layers", SHAPE, ROWS, True),
+        ("layers", DECODES, 0, False),
+        ("layers", DECODES, ROWS, False),
         ("write_page",),
         ("begin", SHAPE, ROWS, True),
         ("finish", SHAPE, True),
@@ -111,3 +114,11 @@ def test_layers_are_grouped_by_a_divisor_on_cpus():
     groups = {n: layer_group(n, "cpu") for n in (1, 2, 6, 7, 12, 16, 22, 30, 32)}
     assert groups == {1: 1, 2: 2, 6: 3, 7: 1, 12: 4, 16: 4, 22: 2, 30: 3, 32: 4}
     assert layer_group(32, "gpu") == 32
+
+
+def test_steps_with_prompts_run_one_layer_at_a_time_on_cpus(mesh):
+    programs, _ = make_programs(mesh, "float32", 8)
+    assert (programs.layers_at_once(DECODES), programs.layers_at_once(SHAPE)) == (2, 1)
+    for shape in (DECODES, SHAPE):
+        arguments, _ = programs.lower("layers", shape, 0, False).args_info
+        assert len(arguments[0]) == programs.layers_at_once(shape)
