@@ -13,6 +13,7 @@ from multilora_jax.engine.policies.cluster import Cluster
 from multilora_jax.engine.policies.fair import Fair
 from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
 from multilora_jax.errors import UserError
+from multilora_jax.memory.allocator import PageKind
 from multilora_jax.request import FinishReason
 from tests.engine.scheduler_bench import Bench, FakeAdapter, ran
 
@@ -37,7 +38,8 @@ OPTIONS = st.fixed_dictionaries({
     "adapter_request_burst": st.sampled_from([2, 50]), "target_step_s": st.sampled_from([None, 0.01]),
     "long_prefill_token_threshold": st.sampled_from([None, 5]), "lookahead": st.integers(1, 8),
     "max_scan": st.integers(1, 8), "delay": st.integers(0, 3), "caching": st.booleans(),
-    "pages_per_step": st.integers(1, 4), "prefetch": st.booleans(),
+    "pages_per_step": st.integers(1, 4), "prefetch": st.booleans(), "max_adapter_pages": st.sampled_from([None, 7]),
+    "split": st.booleans(),
 })  # fmt: skip
 
 
@@ -54,6 +56,11 @@ def check_step(bench: Bench, step: ScheduledStep) -> None:
     assert blocks <= max_blocks(config.max_num_batched_tokens, config.prefill_block)
     assert all(n <= (config.long_prefill_token_threshold or n) for _, n in step.prefills)
     assert max(users.values(), default=0) <= (config.max_seqs_per_adapter or 99)
+    allocator, cache = bench.allocator, bench.cache
+    adapter_pages = allocator.count(PageKind.ADAPTER)
+    assert adapter_pages <= cache.max_adapter_pages
+    if cache.is_split:
+        assert allocator.num_total - allocator.num_free - adapter_pages <= allocator.num_total - cache.max_adapter_pages
 
 
 def check_forgotten(policy: Policy) -> None:
@@ -76,6 +83,7 @@ def test_every_request_ends_and_nothing_is_left(
         max_overtake_s=options["max_overtake_s"], max_num_seqs=options["max_num_seqs"], fair_spare_seats=1,
         fair_weights={"x": 3.0, "a1": 0.5},
     ))  # fmt: skip
+    options["split"] &= options["max_adapter_pages"] is not None
     bench = Bench(scheduling=policy, prompt_sizes=(8, 16, 32), **options)
     adapters = [FakeAdapter(f"a{i}", 1 + i % 3, rank=1 + 7 * (i % 4), digest=str(i)) for i in range(NUM_ADAPTERS)]
     everyone, live = set(adapters), dict[str, list[Any]]()
