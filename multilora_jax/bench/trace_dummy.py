@@ -119,7 +119,8 @@ def measure(
     """
     rows = []
     for case in cases:
-        assert config.first_token_objective_s is not None and config.pool_pages is not None
+        assert config.first_token_objective_s is not None
+        assert config.pool_pages is not None
         cap = case.cap(config, config.pool_pages - 1)
         found: list[dict[str, Any]] = []
         for number in range(settings["seeds"]):

@@ -315,10 +315,10 @@ class AdapterCache(PoolShare, Generic[AdapterT]):
             for item in self.order:
                 if over > 0 and item in self._resident and item not in protect:
                     adapters.append(item)
-                    over -= len(self._resident[item].page_ids)
+                    over -= item.num_pages
             if over > 0:
                 return None
-        if self.is_split:
+        if self.is_split:  # what they free is for adapters only: the order lists it as 0 pages
             return adapters
         return self.order.choose(needed, self._allocator.num_free, protect=protect, spare=spare, chosen=adapters)
 
@@ -335,8 +335,7 @@ class AdapterCache(PoolShare, Generic[AdapterT]):
         if unwanted:
             self._free(adapter)
         elif not self.order.is_idle(adapter):
-            frees = 0 if self.is_split else adapter.num_pages  # for KV
-            self.order.set_idle(adapter, frees, self._evict, self._rank(adapter))
+            self.order.set_idle(adapter, 0 if self.is_split else adapter.num_pages, self._evict, self._rank(adapter))
 
     def _evict(self, adapter: AdapterT) -> None:
         if self._resident[adapter].unused:
