@@ -22,7 +22,7 @@ NUM_ADAPTERS = 5
 # rounds since the one before, prompt and new tokens, adapters, priority, tenant, continuations, what else happens then
 REQUESTS = st.tuples(
     st.sampled_from([0, 0, 0, 1, 4]),
-    st.integers(1, 40),
+    st.one_of(st.integers(2, 5), st.integers(1, 40)),
     st.integers(1, 12),
     st.lists(st.integers(0, NUM_ADAPTERS - 1), max_size=2, unique=True),
     st.sampled_from([0, 0, 0, 1]),
@@ -39,7 +39,7 @@ OPTIONS = st.fixed_dictionaries({
     "long_prefill_token_threshold": st.sampled_from([None, 5]), "lookahead": st.integers(1, 8),
     "max_scan": st.integers(1, 8), "delay": st.integers(0, 3), "caching": st.booleans(),
     "pages_per_step": st.integers(1, 4), "prefetch": st.booleans(), "max_adapter_pages": st.sampled_from([None, 7]),
-    "split": st.booleans(),
+    "split": st.booleans(), "prefill_block": st.sampled_from([8, 32]),
 })  # fmt: skip
 
 
@@ -200,3 +200,29 @@ def test_adapters_that_take_turns_are_loaded_for_several_requests_each(name):
             bench.run(step)
     assert len(bench.finished) == 160
     assert bench.cache.loads < 0.5 * 160
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_run_while_adapters_load(name):
+    """D17: beside a load that takes many steps, decodes go on in each of them and the base's requests start."""
+    policy = make_policy(PolicyConfig(name, first_token_objective_s=1e9, max_num_seqs=8))
+    bench = Bench(scheduling=policy, max_num_seqs=8, delay=2, pages_per_step=1, max_rank_rows=256)
+    here = FakeAdapter("here")
+    bench.add("long", output=60, adapter=here)
+    while not bench.scheduler.num_running:
+        bench.step()
+    beside_loads = 0
+    for i in range(5):
+        cold = FakeAdapter(f"cold{i}", 6)
+        bench.add(f"cold{i}", output=2, adapter=cold)
+        bench.add(f"base{i}", output=2)
+        while not bench.cache.is_ready(cold):
+            bench.now += 0.01
+            step = bench.schedule()
+            assert step is not None
+            assert "long" in ran(step)
+            beside_loads += bench.cache.is_loading(cold)
+            bench.run(step)
+        assert f"base{i}" in bench.finished
+    assert beside_loads == 5 * 5  # of a load's six steps all but the last, with which it is ready
+    bench.drain()
