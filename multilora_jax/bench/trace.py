@@ -41,8 +41,10 @@ there is no model: the engine's scheduler and pool run in simulated time, each s
 a study takes seconds. Without it a configuration is needed, and the lengths and the objective of S-LoRA's machines
 should be scaled to this one: --input-range, --output-range, --ranks, --first-token-objective-s.
 
---pool split sets --max-adapter-pages of the pool apart for adapters, as a server without a unified pool does (--dummy
-only); capped lets adapters have no more, but keys and values what those leave."""
+--pool unified,split:25%,split:50% compares the unified pool with fixed splits of the same bytes: a quarter or a half of
+the pool's pages is set apart for adapters, as a server without a unified pool does, and keys and values never enter it.
+capped lets adapters have no more, but keys and values what those leave. Without a percentage it is --max-adapter-pages.
+Set --pool-pages so that memory is what limits: in a pool that holds all of it nothing differs."""
 
 DEFAULT_OBJECTIVE_S = 6.0
 

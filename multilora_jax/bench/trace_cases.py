@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 
@@ -22,7 +22,20 @@ ORACLE = "oracle"
 """Beside the configuration's policies: one that knows what no server can, as a measure for the others."""
 
 POOLS = ("unified", "capped", "split")
+POOL_FORMS = "unified, capped, split, capped:PERCENT% or split:PERCENT%"
 SWEPT = ("rate", "cv", "alpha", "num_adapters", "duration", "flood")
+
+
+class PoolCap(NamedTuple):
+    """What AdapterCache.set_cap is given.
+
+    Attributes:
+        max_adapter_pages: most pages of adapters; None for no cap.
+        split: whether they are set apart.
+    """
+
+    max_adapter_pages: int | None
+    split: bool
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Case:
     Attributes:
         value: of what is swept; None without a sweep.
         spec: of the trace.
-        policy, pool: their names.
+        policy, pool: their names, the pool's perhaps with a percentage: "split:25%".
     """
 
     value: float | None
@@ -43,6 +56,14 @@ class Case:
     def spec_of(self, number: int) -> TraceSpec:
         """Of its trace of that number, from 0."""
         return dataclasses.replace(self.spec, seed=self.spec.seed + number)
+
+    def cap(self, config: EngineConfig, num_pages: int) -> PoolCap:
+        """Of its pool, which has so many pages without page 0: the percentage of them, else `max_adapter_pages`."""
+        kind, _, percent = self.pool.partition(":")
+        if kind == "unified":
+            return PoolCap(None, False)
+        pages = round(num_pages * int(percent[:-1]) / 100) if percent else config.max_adapter_pages
+        return PoolCap(pages, kind == "split")
 
     def row(self, swept: str | None) -> dict[str, Any]:
         """Its part of a row."""
@@ -75,7 +96,8 @@ def define_flags(flag_values: absl_flags.FlagValues) -> None:
             lower_bound=1, flag_values=f)  # fmt: skip
     words("policy", ["fcfs"], f"Policies: {', '.join(POLICIES)}; with --dummy also {ORACLE}, which knows "
           "what no server can.", flag_values=f)  # fmt: skip
-    words("pool", ["unified"], f"Kinds of pool: {', '.join(POOLS)}.", flag_values=f)
+    words("pool", ["unified"], f"Kinds of pool: {POOL_FORMS}. PERCENT of the pool's pages are for adapters, by default "
+          "--max-adapter-pages.", flag_values=f)  # fmt: skip
     absl_flags.DEFINE_string("sweep", None, f"NAME=VALUE,VALUE... of {', '.join(SWEPT)}: a case for each value.",
                              flag_values=f)  # fmt: skip
 
@@ -90,7 +112,7 @@ def cases_of(f: absl_flags.FlagValues) -> tuple[str | None, list[Case]]:
         raise ConfigError("scheduling_policy is set by this command: give --policy", reason="conflicting_keys",
                           param="scheduling_policy")  # fmt: skip
     policies = _choice("policy", f.policy, (*POLICIES, ORACLE) if f.dummy else tuple(POLICIES))
-    pools = _choice("pool", f.pool, POOLS if f.dummy else POOLS[:2])
+    pools = _pools(f.pool)
     given = {
         "num_adapters": f.num_adapters, "alpha": f.alpha, "rate": f.rate, "cv": f.cv, "duration_s": f.duration,
         "input_range": _range("input_range", f.input_range), "output_range": _range("output_range", f.output_range),
@@ -126,8 +148,15 @@ def read_sweep(text: str | None) -> tuple[str | None, list[Any]]:
     return name, list(dict.fromkeys(read))
 
 
-def notes_of(settings: dict[str, Any], config: EngineConfig) -> list[str]:
-    """What must be known to read the figures: how the workload was scaled."""
+def notes_of(settings: dict[str, Any], config: EngineConfig, cases: Sequence[Case], num_pages: int) -> list[str]:
+    """What must be known to read the figures: how the workload was scaled, and who may have what of the pool.
+
+    Args:
+        settings: of the report.
+        config: as for Case.cap.
+        cases: what was run.
+        num_pages: of the pool, without page 0.
+    """
     trace = {k: f"{v:g}" if isinstance(v, float) else v for k, v in settings["trace"].items()}
     swept = settings["sweep"]
     if swept:
@@ -142,16 +171,19 @@ def notes_of(settings: dict[str, Any], config: EngineConfig) -> list[str]:
     if trace["flood"] != "0":
         low, high = settings["trace"]["flood_range"] or (low, high)
         notes.append(f"beside them one adapter more: flood {trace['flood']}, prompts of {low} to {high - 1} tokens")
-    if config.max_adapter_pages is not None:
-        notes.append(f"pools that are not unified: {config.max_adapter_pages} pages for adapters")
+    shares = {case.pool: case.cap(config, num_pages).max_adapter_pages for case in cases if case.pool != "unified"}
+    if shares:
+        told = ", ".join(f"{pool} {pages}" for pool, pages in shares.items())
+        notes.append(f"pages for adapters of {num_pages} in the pool, where it is not unified: {told}")
     return notes
 
 
 def check_pools(config: EngineConfig, cases: Sequence[Case]) -> None:
     """Raises ConfigError where a pool's size is missing."""
-    if any(case.pool != "unified" for case in cases) and config.max_adapter_pages is None:
+    if any(case.pool in POOLS[1:] for case in cases) and config.max_adapter_pages is None:
         raise ConfigError(
-            "pool: capped and split need --max-adapter-pages, the pages that adapters may have",
+            "pool: capped and split need a percentage (split:25%) or --max-adapter-pages, the pages that adapters may "
+            "have",
             reason="missing_key", param="max_adapter_pages",
         )  # fmt: skip
 
@@ -161,6 +193,17 @@ def _choice(name: str, words: Sequence[str], known: Sequence[str]) -> list[str]:
     for word in words or [""]:
         if word not in known:
             raise ConfigError(f"{name} must be of {', '.join(known)}, got {word!r}", reason="bad_value", param=name)
+    return list(dict.fromkeys(words))
+
+
+def _pools(words: Sequence[str]) -> list[str]:
+    """The words of --pool, each once, all of them of a known form."""
+    for word in words or [""]:
+        kind, colon, percent = word.partition(":")
+        number = percent.removesuffix("%")
+        sized = kind != "unified" and percent.endswith("%") and number.isdecimal() and 0 < int(number) < 100
+        if kind not in POOLS or (colon and not sized):
+            raise ConfigError(f"pool must be of {POOL_FORMS} (1 to 99), got {word!r}", reason="bad_value", param="pool")
     return list(dict.fromkeys(words))
 
 

@@ -17,7 +17,7 @@ from absl import logging
 
 from multilora_jax import flags
 from multilora_jax.bench.report import make_report
-from multilora_jax.bench.trace_cases import ORACLE, Case, notes_of
+from multilora_jax.bench.trace_cases import ORACLE, Case, PoolCap, notes_of
 from multilora_jax.bench.trace_load import TraceRequest, make_trace
 from multilora_jax.bench.trace_oracle import Oracle
 from multilora_jax.bench.trace_report import median_row, row_of
@@ -120,9 +120,11 @@ def measure(
     rows = []
     for case in cases:
         assert config.first_token_objective_s is not None
+        assert config.pool_pages is not None
+        cap = case.cap(config, config.pool_pages - 1)
         found: list[dict[str, Any]] = []
         for number in range(settings["seeds"]):
-            run = simulate(config, machine, ranks, make_trace(case.spec_of(number)), case.policy, case.pool)
+            run = simulate(config, machine, ranks, make_trace(case.spec_of(number)), case.policy, cap)
             others = case.spec.num_adapters if settings["sweep"] == "flood" else None
             found.append(row_of(run, config.first_token_objective_s, others))
         rows.append({**case.row(settings["sweep"]), **median_row(found)})
@@ -135,7 +137,8 @@ def measure(
         f"{(config.pool_pages or 1) - 1} pages of {config.page_tokens} tokens, a rank takes "
         f"{machine.tokens_per_rank:g} tokens of it; at most {config.max_num_seqs} sequences run"
     )
-    return make_report("trace", whole | {"notes": [note, *notes_of(settings, config)]}, rows)
+    notes = notes_of(settings, config, cases, (config.pool_pages or 1) - 1)
+    return make_report("trace", whole | {"notes": [note, *notes]}, rows)
 
 
 def simulate(
@@ -144,17 +147,17 @@ def simulate(
     ranks: Sequence[int],
     trace: Sequence[TraceRequest],
     policy: str,
-    pool: str,
+    cap: PoolCap,
 ) -> TraceRun:
     """One trace through a fresh simulated engine.
 
     Args:
-        config: its pool_pages, and max_adapter_pages where the pool is not unified; policies' parameters and budgets.
+        config: its pool_pages, policies' parameters and budgets.
         machine: what stands for the device.
         ranks: of the adapters, in order.
         trace: requests for these.
         policy: its name.
-        pool: "unified", "capped" or "split".
+        cap: what adapters may have of the pool.
     """
     pages = [-(-round(machine.tokens_per_rank * rank) // config.page_tokens) for rank in ranks]
     adapters = [
@@ -162,12 +165,11 @@ def simulate(
         for number, (rank, num) in enumerate(zip(ranks, pages, strict=True))
     ]
     assert config.pool_pages is not None
-    cap = None if pool == "unified" else config.max_adapter_pages
     paced = config.target_step_ms is not None
     sizes = prompt_sizes(config.max_num_batched_tokens, config.prefill_block, paced=paced)
     engine = SimulatedEngine(
         SchedulerConfig.of(config, sizes),
-        SimulatedPool(config.pool_pages - 1, config.page_tokens, cap, split=pool == "split"),
+        SimulatedPool(config.pool_pages - 1, config.page_tokens, *cap),
         machine.cost,
         policy_of(config, policy, machine.cost, trace),
         transfer_pages=machine.transfer_pages,

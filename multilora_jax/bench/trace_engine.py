@@ -60,7 +60,7 @@ def measure(
     """Runs all cases on one engine, in turns; returns the report (see bench.report).
 
     Args:
-        config: its max_adapter_pages is the cap of the cases with a capped pool.
+        config: its max_adapter_pages is the cap of the cases with a capped or split pool that name no percentage.
         ranks: of the adapters, in turn.
         num_adapters: the most that a case has.
         cases: what is run.
@@ -83,8 +83,10 @@ def measure(
     )
     with adapter_set(model, num_adapters, folder=folder, ranks=ranks, modules=TARGETS[targets], seed=config.seed) as at:
         engine = LLMEngine(bare)
-        engine.warm_up()
         server = EngineServer(engine, register(engine, at))
+        for case in cases:  # a pool that cannot be is told before the wait
+            server.prepare(config, case)
+        engine.warm_up()
         rows: list[list[dict[str, Any]]] = [[] for _ in cases]
         for number in range(settings["rounds"] * settings["seeds"]):
             order = [(number + i) % len(cases) for i in range(len(cases))]
@@ -99,7 +101,7 @@ def measure(
         check_sound(engine)
     whole = settings_of(engine, {**settings, "targets": targets, "max_adapter_pages": config.max_adapter_pages})
     found = [{**case.row(settings["sweep"]), **median_row(mine)} for case, mine in zip(cases, rows, strict=True)]
-    return make_report("trace", whole | {"notes": notes_of(settings, config)}, found)
+    return make_report("trace", whole | {"notes": notes_of(settings, config, cases, engine.allocator.num_total)}, found)
 
 
 class EngineServer:
@@ -119,14 +121,13 @@ class EngineServer:
         self._had: dict[str, int] = {}  # tokens so far of the live requests
 
     def prepare(self, config: EngineConfig, case: Case) -> None:
-        """Sets the policy and the cap of a case, and empties the pool of adapters: each run begins like the first."""
+        """Sets the policy and the pool of a case, and empties the pool of adapters: each run begins like the first."""
         engine = self.engine
         policy = make_policy(PolicyConfig.of(dataclasses.replace(config, scheduling_policy=case.policy)))
         engine.scheduler.use_policy(policy)
         engine.cache.order.evict(list(engine.cache.order))
-        total = engine.allocator.num_total
-        cap = total if case.pool == "unified" else config.max_adapter_pages
-        engine.cache.max_adapter_pages = min(total, cap or total)
+        cap = case.cap(config, engine.allocator.num_total)
+        engine.cache.set_cap(cap.max_adapter_pages, split=cap.split)
 
     def start(self) -> None:
         # Buffers as large as the run before needed them would slow this one down for a while.

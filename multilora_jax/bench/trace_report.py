@@ -111,7 +111,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     swept = report["config"]["sweep"]
     columns = {swept: "g", **COLUMNS} if swept else COLUMNS
     lines = [table(report["rows"], columns), *report["config"]["notes"]]
-    lines += _differences(report["rows"], swept)
+    lines += _differences(report["rows"], swept) + _pool_ratios(report["rows"], swept)
     lines += flood_lines(report["rows"]) if swept == "flood" else []
     errors = sum((Counter(row["errors"]) for row in report["rows"]), Counter())
     if errors:
@@ -137,6 +137,28 @@ def _differences(rows: Sequence[Mapping[str, Any]], swept: str | None) -> list[s
         lines.append(
             f"attainment of {row['policy']} less that of {before['policy']}{at}: {statistics.mean(gains):+.3f} on "
             f"average of {len(gains)} runs (standard error {error:.3f}, {min(gains):+.3f} to {max(gains):+.3f})"
+        )
+    return lines
+
+
+def _pool_ratios(rows: Sequence[Mapping[str, Any]], swept: str | None) -> list[str]:
+    """Of each row beside one of the unified pool: the throughput of that over its own, run by run."""
+    unified = {(row["policy"], row[swept] if swept else None): row for row in rows if row["pool"] == "unified"}
+    lines: list[str] = []
+    for row in rows:
+        before = unified.get((row["policy"], row[swept] if swept else None))
+        if before is None or row is before:
+            continue
+        runs = zip(before.get("by_round", [before]), row.get("by_round", [row]), strict=True)
+        key = "requests_per_second"
+        ratios = [its[key] / mine[key] for its, mine in runs if mine[key]]
+        if not ratios:
+            continue
+        at = f" at {swept} {row[swept]:g}" if swept else ""
+        among = f" (median of {len(ratios)} runs, {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        lines.append(
+            f"throughput of the unified pool over that of {row['pool']}, {row['policy']}{at}: "
+            f"{statistics.median(ratios):.2f}{among}"
         )
     return lines
 

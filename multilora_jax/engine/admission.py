@@ -160,7 +160,7 @@ class AdmissionLimits:
                 reason="adapter_too_large", param="pool_pages",
             )  # fmt: skip
         num_tokens, kv_pages = self._most_kv(seq)
-        most = self._allocator.num_total - pinned
+        most = self._allocator.num_total - max(pinned, self._pages_apart - own)
         if kv_pages + own > most:
             raise UserError(
                 f"the request may reach {num_tokens} tokens ({seq.num_prompt_tokens} of them its prompt), which take "
@@ -195,13 +195,18 @@ class AdmissionLimits:
         for seq in live:
             own = sum(a.num_pages for a in seq.adapters if a is not adapter and not cache.is_pinned(a))
             _, kv_pages = self._most_kv(seq)
-            if own + kv_pages + pinned > total or (own and own + pinned > cap):
+            if kv_pages + max(own + pinned, self._pages_apart) > total or (own and own + pinned > cap):
                 raise UserError(
                     f"{start}, but request {seq.request_id!r} was promised {kv_pages} pages for its tokens and {own} "
                     f"for its adapters, of {total} in the pool and {cap} for adapters: wait for its end, or unpin "
                     f"another",
                     reason="pin_limit", param="lora_name",
                 )  # fmt: skip
+
+    @property
+    def _pages_apart(self) -> int:
+        """Pages of the pool that can never be KV, whatever adapters there are."""
+        return self._cache.max_adapter_pages if self._cache.is_split else 0
 
     def _most_kv(self, seq: Sequence) -> tuple[int, int]:
         """Tokens that the sequence may reach and the pages that they take."""

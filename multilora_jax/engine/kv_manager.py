@@ -28,7 +28,7 @@ class KVManager:
 
     def __init__(self, allocator: PageAllocator, geometry: PoolGeometry, cache: AdapterCache[Any]):
         self._allocator = allocator
-        self._order = cache.order
+        self._cache = cache
         self.prefix = PrefixCache(allocator, cache.order)
         self._page_tokens = geometry.page_tokens
 
@@ -81,11 +81,12 @@ class KVManager:
         if missing <= 0:
             return True
         allocator = self._allocator
-        if missing > allocator.num_free:
-            victims = self._order.choose(missing, allocator.num_free, protect=protect)
+        num_free, order = allocator.num_free - self._cache.num_kept, self._cache.order
+        if missing > num_free:
+            victims = order.choose(missing, num_free, protect=protect)
             if victims is None:
                 return False
-            self._order.evict(victims)
+            order.evict(victims)
         pages = allocator.allocate(missing, PageKind.KV)
         assert pages is not None
         seq.page_ids.extend(pages)

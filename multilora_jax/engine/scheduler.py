@@ -161,11 +161,12 @@ class Scheduler(SchedulerBooks):
 
     def could_run(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could start now, beside the running ones, if its adapters were there."""
-        needed = sum(adapter.num_pages for adapter in seq.adapters if not self._cache.is_resident(adapter))
+        cache = self._cache
+        needed = 0 if cache.is_split else sum(a.num_pages for a in seq.adapters if not cache.is_resident(a))
         return (
             self.num_free_seats > 0
             and self.active.has_room_for(seq.adapters)
-            and needed + self._entrance.pages_to_start(seq) <= self._cache.pages_available(beside=seq.adapters)
+            and needed + self._entrance.pages_to_start(seq) <= cache.pages_available(beside=seq.adapters)
         )
 
     def pages_outstanding(self, seq: Sequence) -> int:

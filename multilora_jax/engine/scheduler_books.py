@@ -64,6 +64,7 @@ class SchedulerBooks:
         self._allocator.check_integrity()
         self._cache.check_integrity()
         self._kv.prefix.check_integrity(Counter(p for e in self._running.values() for p in e.seq.page_ids))
+        self._waiting.check_integrity()
         if any(seq.page_ids for seq in self._waiting.sequences()):
             raise PoolIntegrityError("a waiting sequence holds pages")
         if len(self._waiting) + len(self._running) != len(self._live):

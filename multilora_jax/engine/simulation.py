@@ -7,9 +7,7 @@ machines that are not at hand (host only, no jax).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,10 @@ from multilora_jax.engine.policies import Policy
 from multilora_jax.engine.scheduler import Scheduler
 from multilora_jax.engine.step_plan import ScheduledStep, SchedulerConfig
 from multilora_jax.engine.transfers import AdapterTransfers
-from multilora_jax.errors import ConfigError, UserError
+from multilora_jax.errors import UserError
 from multilora_jax.lora.cache import AdapterCache
 from multilora_jax.memory.allocator import PageAllocator
 from multilora_jax.memory.geometry import PoolGeometry
-from multilora_jax.memory.recency import EvictionOrder
 from multilora_jax.request import FinishReason, SamplingParams, Sequence
 
 _PARAMS = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
@@ -82,30 +79,6 @@ class SimulatedPool:
     split: bool = False
 
 
-class _SplitCache(AdapterCache[Any]):
-    """Adapters in a store of their own: what is free there is no room for keys and values, nor the other way round.
-
-    Args:
-        allocator: of the adapters' pages.
-        kv: of all others.
-    """
-
-    def __init__(self, allocator: PageAllocator, kv: PageAllocator):
-        super().__init__(allocator)
-        self._kv = kv
-
-    def pages_available(self, beside: Any = ()) -> int:
-        """Pages for keys and values."""
-        return self._kv.num_free
-
-    def reserve(self, adapter: Any, protect: Collection[Any] = (), spare: int = 0) -> bool:
-        """Keys and values need nothing spared here."""
-        return super().reserve(adapter, protect)
-
-    def could_reserve(self, adapter: Any, protect: Collection[Any] = (), spare: int = 0) -> bool:
-        return super().could_reserve(adapter, protect)
-
-
 class _HostCopies:
     """All adapters are in host memory."""
 
@@ -161,25 +134,12 @@ class SimulatedEngine:
         lookahead: int = 64,
         prefetch: bool = True,
     ):
-        kv_pages = pool.num_pages
-        if pool.split:
-            if pool.max_adapter_pages is None or not 0 < pool.max_adapter_pages < pool.num_pages:
-                raise ConfigError(
-                    f"a split pool of {pool.num_pages} pages needs max_adapter_pages below that, got "
-                    f"{pool.max_adapter_pages}",
-                    reason="bad_value", param="max_adapter_pages",
-                )  # fmt: skip
-            kv_pages -= pool.max_adapter_pages
-        self.allocator = PageAllocator(kv_pages + 1)
-        if pool.split:
-            assert pool.max_adapter_pages is not None
-            self.cache: AdapterCache[Any] = _SplitCache(PageAllocator(pool.max_adapter_pages + 1), self.allocator)
-            idle: Any = SimpleNamespace(order=EvictionOrder())  # keys and values have no adapter to evict
-        else:
-            idle = self.cache = AdapterCache(self.allocator, pool.max_adapter_pages)
+        self.allocator = PageAllocator(pool.num_pages + 1)
+        self.cache: AdapterCache[Any] = AdapterCache(self.allocator)
+        self.cache.set_cap(pool.max_adapter_pages, split=pool.split)
         # Of the geometry, the page's tokens alone matter where nothing is computed.
-        geometry = PoolGeometry(1, kv_pages + 1, pool.page_tokens, 1, 1, 1, 1, 1, 1)
-        kv = KVManager(self.allocator, geometry, idle)
+        geometry = PoolGeometry(1, pool.num_pages + 1, pool.page_tokens, 1, 1, 1, 1, 1, 1)
+        kv = KVManager(self.allocator, geometry, self.cache)
         self.scheduler = Scheduler(config, self.allocator, kv, self.cache, policy, lambda: self.now)
         self.transfers = AdapterTransfers(
             self.cache, _HostCopies(), self.scheduler, pages_per_step=transfer_pages, prefetch=prefetch,

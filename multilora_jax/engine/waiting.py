@@ -9,6 +9,7 @@ from itertools import islice
 
 from multilora_jax.engine.policies.base import Entry, Load, Policy
 from multilora_jax.errors import UserError
+from multilora_jax.memory.allocator import PoolIntegrityError
 from multilora_jax.request import Sequence, SequenceStatus
 
 _LAST = 1 << 62  # behind every place
@@ -26,6 +27,7 @@ class WaitingQueue:
         load: what the policy is told.
 
     Attributes:
+        num_requests: requests whose first continuation waits: one that wants many takes no more room than another.
         only: while it is not empty, nobody else may start.
     """
 
@@ -35,17 +37,13 @@ class WaitingQueue:
         self._load = load
         self._keys: list[tuple[int, bool, int]] = []  # unique
         self._entries: list[Entry] = []  # in the order of their keys
+        self.num_requests = 0
         self._held: dict[Entry, Sequence] = {}
         self._ordered: list[Entry] | None = None
         self.only: frozenset[Sequence] = frozenset()
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._held)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests whose first continuation waits: one that wants many takes no more room than another."""
-        return sum(not entry.seq.index for entry in self._entries)
 
     def push(self, entry: Entry, *, preempted: bool) -> None:
         """Add an entry; its sequence waits from now on."""
@@ -55,6 +53,7 @@ class WaitingQueue:
         at = bisect.bisect_left(self._keys, entry.key)
         self._keys.insert(at, entry.key)
         self._entries.insert(at, entry)
+        self.num_requests += not entry.seq.index
         self._ordered = None
 
     def add(self, entry: Entry, leader: Sequence | None) -> None:
@@ -77,6 +76,7 @@ class WaitingQueue:
             return
         at = bisect.bisect_left(self._keys, entry.key)
         del self._keys[at], self._entries[at]
+        self.num_requests -= not entry.seq.index
         self._ordered = None
 
     def changed(self) -> None:
@@ -85,7 +85,8 @@ class WaitingQueue:
 
     def restart(self, live: Collection[Entry]) -> None:
         """Begin anew with the live entries, those that ran among them; those held for a leader stay so."""
-        self._keys, self._entries, self._held = [], [], {e: leader for e, leader in self._held.items() if e in live}
+        self._keys, self._entries, self.num_requests = [], [], 0
+        self._held = {entry: leader for entry, leader in self._held.items() if entry in live}
         for entry in live:
             if entry not in self._held:
                 self.push(entry, preempted=entry.seq.first_scheduled_time is not None)
@@ -139,6 +140,12 @@ class WaitingQueue:
         The queue must not change meanwhile.
         """
         return (entry.seq for entry in (self._entries if limit is None else islice(self.in_order(), limit)))
+
+    def check_integrity(self) -> None:
+        """Prove that the entries are sorted and counted; PoolIntegrityError if they are not. O(queue)."""
+        found = sum(not entry.seq.index for entry in self._entries)
+        if found != self.num_requests or self._keys != sorted(entry.key for entry in self._entries):
+            raise PoolIntegrityError(f"{found} requests wait but {self.num_requests} are counted, or out of order")
 
     def _groups(self) -> Iterator[list[Entry]]:
         """The entries of each priority, the preempted and the fresh ones apart."""

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Generic
 
-from multilora_jax.errors import ConfigError
 from multilora_jax.lora.residency import EXPECTED, LOADING, NEXT, AdapterT, PageWrite, Residency, UseTally
+from multilora_jax.lora.share import PoolShare
 from multilora_jax.memory.allocator import PageAllocator, PageKind, PoolIntegrityError
 from multilora_jax.memory.recency import EvictionOrder, EvictionPolicy, Rank
 
 
-class AdapterCache(Generic[AdapterT]):
+class AdapterCache(PoolShare, Generic[AdapterT]):
     """Residency of adapters in the unified pool. Not thread-safe.
 
     An adapter is in use while running sequences hold references to it (`acquire`, `release`); once the last one goes
@@ -27,7 +27,7 @@ class AdapterCache(Generic[AdapterT]):
 
     Args:
         allocator: the pool's free list, shared with the KV cache.
-        max_adapter_pages: most pages that adapters may hold together; None for no cap.
+        max_adapter_pages: see PoolShare.set_cap.
         policy: who of the idle goes first, see EvictionOrder.
 
     Attributes:
@@ -37,22 +37,15 @@ class AdapterCache(Generic[AdapterT]):
         tally: hits and misses of each adapter.
         loads: page sets reserved.
         evictions: adapters that lost their pages to make room (unloads are not counted).
-
-    Raises:
-        ConfigError: a cap below 1.
     """
 
     def __init__(
         self, allocator: PageAllocator, max_adapter_pages: int | None = None, *, policy: EvictionPolicy = "lru"
     ) -> None:
-        cap = allocator.num_total if max_adapter_pages is None else min(max_adapter_pages, allocator.num_total)
-        if cap < 1:
-            what = f"max_adapter_pages must be at least 1, got {max_adapter_pages}"
-            raise ConfigError(what, reason="max_adapter_pages", param="max_adapter_pages")
-        self.order, self.max_adapter_pages = EvictionOrder(policy), cap
+        super().__init__(allocator, max_adapter_pages)
+        self.order = EvictionOrder(policy)
         self.hits = self.misses = self.loads = self.evictions = 0
         self.tally = UseTally()
-        self._allocator = allocator
         self._pinned: dict[AdapterT, None] = {}  # resident or not
         self._claims: Counter[AdapterT] = Counter()
         # Weak, because nothing may outlive an unloaded adapter's last request.
@@ -119,9 +112,9 @@ class AdapterCache(Generic[AdapterT]):
         return self._entry(adapter).page_ids
 
     def pages_available(self, beside: Iterable[AdapterT] = ()) -> int:
-        """Pages that could be had now, by eviction if need be, without evicting an adapter of `beside`."""
+        """Pages that KV could get now, by eviction if need be, without evicting an adapter of `beside`."""
         order = self.order
-        return self._allocator.num_free + order.num_pages - sum(map(order.pages_of, set(beside)))
+        return self._allocator.num_free - self.num_kept + order.num_pages - sum(map(order.pages_of, set(beside)))
 
     # Use
 
@@ -214,7 +207,8 @@ class AdapterCache(Generic[AdapterT]):
 
         Args:
             protect: adapters that must not be evicted for it.
-            spare: pages that must still be free or evictable (none of `protect`) afterwards.
+            spare: pages that must still be free or evictable (none of `protect`) afterwards, for KV; a split pool has
+                them anyway.
 
         Returns:
             True also for one that is resident already; False, with nothing changed, when there is no room.
@@ -282,6 +276,10 @@ class AdapterCache(Generic[AdapterT]):
                 f"residents list {len(pages)} pages ({len(set(pages))} distinct), the counter says "
                 f"{self._adapter_pages}, the allocator {held}"
             )
+        if self.num_kept > self._allocator.num_free:
+            raise PoolIntegrityError(
+                f"KV is in pages set apart: {self.num_kept} of {self._allocator.num_free} are kept"
+            )
         self.order.check_integrity()
         for adapter, entry in self._resident.items():
             busy = entry.references > 0 or adapter in self._pinned
@@ -317,9 +315,11 @@ class AdapterCache(Generic[AdapterT]):
             for item in self.order:
                 if over > 0 and item in self._resident and item not in protect:
                     adapters.append(item)
-                    over -= self.order.pages_of(item)
+                    over -= item.num_pages
             if over > 0:
                 return None
+        if self.is_split:  # what they free is for adapters only: the order lists it as 0 pages
+            return adapters
         return self.order.choose(needed, self._allocator.num_free, protect=protect, spare=spare, chosen=adapters)
 
     def _settle(self, adapter: AdapterT) -> None:
@@ -335,7 +335,7 @@ class AdapterCache(Generic[AdapterT]):
         if unwanted:
             self._free(adapter)
         elif not self.order.is_idle(adapter):
-            self.order.set_idle(adapter, adapter.num_pages, self._evict, self._rank(adapter))
+            self.order.set_idle(adapter, 0 if self.is_split else adapter.num_pages, self._evict, self._rank(adapter))
 
     def _evict(self, adapter: AdapterT) -> None:
         if self._resident[adapter].unused:

@@ -64,7 +64,7 @@ class EvictionOrder:
         """Idle items."""
         return len(self._idle)
 
-    def __iter__(self) -> Iterator[Hashable]:
+    def __iter__(self) -> Iterator[Any]:
         """Idle items, the next to go first; the order must not change meanwhile."""
         return (item for _, _, item in self._order)
 

@@ -17,6 +17,7 @@ from multilora_jax.bench.trace_load import TraceRequest
 from multilora_jax.bench.trace_report import median_row, row_of, satisfaction
 from multilora_jax.bench.trace_run import Counts, Event, Outcome, TraceRun, replay
 from multilora_jax.errors import ConfigError, UserError
+from multilora_jax.memory.allocator import PageKind
 from tests.tiny_engine import narrowed
 
 
@@ -152,7 +153,8 @@ def test_the_command_in_simulated_time(tmp_path, capsys):
     for text in (
         "prompts of 8 to 63 tokens, answers of 8 to 31 (S-LoRA: 8 to 511 each); objective 1 s", "cv as swept",
         "S2: 20 adapters of rank 64, 32, 16, 8 in turn", "a step takes 40 ms, 0.4 for each token",
-        "pools that are not unified: 60 pages for adapters",
+        "pages for adapters of 149 in the pool, where it is not unified: split 60",
+        "throughput of the unified pool over that of split, oracle at cv 4: ",
     ):  # fmt: skip
         assert text in printed
     assert "abort split" in picture.read_text()
@@ -195,6 +197,9 @@ def test_several_seeds_are_compared_trace_by_trace(tmp_path, capsys):
     ("words", "match"),
     [
         ("--policy fcfs,best", "policy must be of fcfs, lcfs"), ("--pool half", "pool must be of unified, capped, sp"),
+        ("--pool split:0%", "pool must be of"), ("--pool split:25", "pool must be of"),
+        ("--pool unified:25%", "pool must be of"), ("--pool capped:x%", "pool must be of"),
+        ("--pool split --max-adapter-pages 149", "below the pool's 149 pages"),
         ("--sweep speed=1", "sweep must be NAME=VALUE,VALUE with a name"), ("--sweep rate=1,x", "sweep must be"),
         ("--input-range 8", "input_range must be two lengths"), ("--rate 0", "rate must be above 0"),
         ("--scheduling-policy fair", "give --policy"), ("--step-base-ms 0", "step_base_ms must be above 0"),
@@ -217,7 +222,7 @@ def test_a_flood_is_compared_with_none(capsys):
 
 
 def test_a_split_needs_its_size():
-    with pytest.raises(ConfigError, match="capped and split need --max-adapter-pages"):
+    with pytest.raises(ConfigError, match="capped and split need a percentage .split:25%. or --max-adapter"):
         bench("--dummy --pool capped")
 
 
@@ -236,36 +241,46 @@ def test_the_command_on_an_engine(run_tiny, monkeypatch, tmp_path, capsys):
         return engines[-1]
 
     def seen(server: trace_engine.EngineServer, requests: list[TraceRequest]) -> TraceRun:
-        cases.append((type(server.engine.scheduler._policy).__name__, server.engine.cache.max_adapter_pages == 20))
-        return replay(server, requests)
+        cache, total = server.engine.cache, server.engine.allocator.num_total
+        pool = "split" if cache.is_split else "unified" if cache.max_adapter_pages == total else "capped"
+        cases.append((type(server.engine.scheduler._policy).__name__, pool))
+        most.append(0)
+        return replay(server, requests, watch=lambda _: look(server.engine))
 
-    real, cases = trace_engine.LLMEngine, []
+    def look(engine: Any) -> None:
+        engine.check_integrity()
+        held = engine.allocator.num_total - engine.allocator.num_free - engine.allocator.count(PageKind.ADAPTER)
+        most[-1] = max(most[-1], held)
+
+    real, cases, most = trace_engine.LLMEngine, [], list[int]()
     monkeypatch.setattr(trace_engine, "LLMEngine", build)
     monkeypatch.setattr(trace_engine, "replay", seen)
     out = tmp_path / "out.json"
     words = (
-        "--setting S1 --ranks 8,4 --num-adapters 4 --rate 40 --duration 0.5 --input-range 4,8 --output-range 2,6 "
-        "--policy fcfs,abort --pool unified,capped --max-adapter-pages 20 --rounds 2 --first-token-objective-s 60"
+        "--setting S1 --ranks 8,4 --num-adapters 4 --rate 2000 --duration 0.01 --input-range 4,8 --output-range 2,6 "
+        "--policy fcfs,abort --pool unified,capped:8%,split --max-adapter-pages 252 --rounds 2 "
+        "--first-token-objective-s 60"
     )
     assert run_tiny(trace, words, "--json", str(out)) == 0
     assert "objective 60 s" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert [(row["policy"], row["pool"]) for row in report["rows"]] == [
-        ("fcfs", "unified"), ("fcfs", "capped"), ("abort", "unified"), ("abort", "capped"),
+        (policy, pool) for policy in ("fcfs", "abort") for pool in ("unified", "capped:8%", "split")
     ]  # fmt: skip
     for row in report["rows"]:
         assert (row["requests"], row["completed"], row["attainment"]) == (20, 20, 1.0)
         assert len(row["by_round"]) == 2
         assert row["page_ins"] >= 1
         assert row["ttft_p50_s"] > 0
-    turns = [("Policy", False), ("Policy", True), ("Abort", False), ("Abort", True)]
+    turns = [(policy, pool) for policy in ("Policy", "Abort") for pool in ("unified", "capped", "split")]
     assert cases == [*turns, *turns[1:], turns[0]]
+    # Three pages are left for keys and values where the pool is split, and no more than that is used.
+    assert all((held <= 3) == (pool == "split") for held, (_, pool) in zip(most, cases, strict=True))
     [engine] = engines
     assert engine.stats().registered_adapters == 4
     engine.check_integrity()
 
 
-def test_only_the_simulation_has_an_oracle_and_a_split_pool(run_tiny):
-    for words in ("--policy oracle", "--pool split --max-adapter-pages 20"):
-        with pytest.raises(ConfigError, match="must be of"):
-            run_tiny(trace, words)
+def test_only_the_simulation_has_an_oracle(run_tiny):
+    with pytest.raises(ConfigError, match="policy must be of"):
+        run_tiny(trace, "--policy oracle")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multilora_jax.bench.trace_cases import PoolCap
 from multilora_jax.bench.trace_dummy import DummyMachine, simulate
 from multilora_jax.bench.trace_load import TraceRequest, TraceSpec, make_trace
 from multilora_jax.bench.trace_report import row_of
@@ -22,6 +23,7 @@ from multilora_jax.engine.simulation import StepCost
 
 OBJECTIVE_S = 1.5
 RANKS = {"S2": (16, 8, 4, 2), "S4": (16, 8, 4)}
+UNIFIED = PoolCap(None, split=False)
 OVERLOAD = 11.0
 """Requests per second: twice what the machine can answer."""
 
@@ -29,7 +31,7 @@ OVERLOAD = 11.0
 def run(
     trace: Sequence[TraceRequest],
     policy: str = "fcfs",
-    pool: str = "unified",
+    cap: PoolCap = UNIFIED,
     *,
     ranks: Sequence[int] = RANKS["S2"],
     token_s: float = StepCost.token_s,
@@ -42,7 +44,7 @@ def run(
     config = EngineConfig.from_dict(defaults | keys)
     num = 1 + max(request.adapter for request in trace)
     machine = DummyMachine(StepCost(token_s=token_s), 4.0, 16)
-    return simulate(config, machine, [ranks[i % len(ranks)] for i in range(num)], trace, policy, pool)
+    return simulate(config, machine, [ranks[i % len(ranks)] for i in range(num)], trace, policy, cap)
 
 
 def short(num_adapters: int, rate: float, cv: float = 1.0, duration_s: float = 20.0) -> list[TraceRequest]:
@@ -73,8 +75,8 @@ def test_early_abort_pays_and_least_work_first_comes_near_an_oracle(cv):
     assert attainment("oracle", cv) < 1  # it is an overload
 
 
-def speed(pool: str, setting: str, num_adapters: int, pages: int | None = None) -> float:
-    found = run(short(num_adapters, 8.0, duration_s=30.0), pool=pool, ranks=RANKS[setting], max_adapter_pages=pages)
+def speed(setting: str, num_adapters: int, cap: PoolCap = UNIFIED) -> float:
+    found = run(short(num_adapters, 8.0, duration_s=30.0), cap=cap, ranks=RANKS[setting])
     assert all(outcome.error is None for outcome in found.outcomes)
     return row_of(found, OBJECTIVE_S)["requests_per_second"]
 
@@ -82,13 +84,13 @@ def speed(pool: str, setting: str, num_adapters: int, pages: int | None = None) 
 @pytest.mark.parametrize("setting", ["S2", "S4"])
 def test_a_unified_pool_is_no_slower_than_any_fixed_split(setting):
     """And faster by 1.3 with many adapters than one that suits few, or than one that has room for many."""
-    unified = speed("unified", setting, 200)
-    ratios = {pages: unified / speed("split", setting, 200, pages) for pages in (20, 50, 75, 105)}
+    unified = speed(setting, 200)
+    ratios = {pages: unified / speed(setting, 200, PoolCap(pages, split=True)) for pages in (20, 50, 75, 105)}
     assert min(ratios.values()) >= 1.0
     assert ratios[20] >= 1.3
-    few = speed("unified", setting, 1)
-    assert few / speed("split", setting, 1, 20) < 1.1
-    assert few / speed("split", setting, 1, 105) >= 1.3
+    few = speed(setting, 1)
+    assert few / speed(setting, 1, PoolCap(20, split=True)) < 1.1
+    assert few / speed(setting, 1, PoolCap(105, split=True)) >= 1.3
 
 
 def only(adapter: int, rate: float, duration_s: float) -> list[TraceRequest]:

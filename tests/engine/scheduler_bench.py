@@ -87,6 +87,7 @@ class Bench:
         delay: int = 0,
         caching: bool = False,
         scheduling: Policy | None = None,
+        split: bool = False,
         **changes: Any,
     ):
         geometry = PoolGeometry(
@@ -95,6 +96,8 @@ class Bench:
         )  # fmt: skip
         self.allocator = PageAllocator(num_pages)
         self.cache: AdapterCache[FakeAdapter] = AdapterCache(self.allocator, max_adapter_pages, policy=policy)
+        if split:
+            self.cache.set_cap(max_adapter_pages, split=True)
         self.kv = KVManager(self.allocator, geometry, self.cache)
         self.now, self.num_added = 0.0, 0
         self.scheduler = Scheduler(

@@ -13,6 +13,7 @@ from multilora_jax.engine.policies.cluster import Cluster
 from multilora_jax.engine.policies.fair import Fair
 from multilora_jax.engine.step_plan import ScheduledStep, max_blocks
 from multilora_jax.errors import UserError
+from multilora_jax.memory.allocator import PageKind
 from multilora_jax.request import FinishReason
 from tests.engine.scheduler_bench import Bench, FakeAdapter, ran
 
@@ -21,7 +22,7 @@ NUM_ADAPTERS = 5
 # rounds since the one before, prompt and new tokens, adapters, priority, tenant, continuations, what else happens then
 REQUESTS = st.tuples(
     st.sampled_from([0, 0, 0, 1, 4]),
-    st.integers(1, 40),
+    st.one_of(st.integers(2, 5), st.integers(1, 40)),
     st.integers(1, 12),
     st.lists(st.integers(0, NUM_ADAPTERS - 1), max_size=2, unique=True),
     st.sampled_from([0, 0, 0, 1]),
@@ -37,7 +38,8 @@ OPTIONS = st.fixed_dictionaries({
     "adapter_request_burst": st.sampled_from([2, 50]), "target_step_s": st.sampled_from([None, 0.01]),
     "long_prefill_token_threshold": st.sampled_from([None, 5]), "lookahead": st.integers(1, 8),
     "max_scan": st.integers(1, 8), "delay": st.integers(0, 3), "caching": st.booleans(),
-    "pages_per_step": st.integers(1, 4), "prefetch": st.booleans(),
+    "pages_per_step": st.integers(1, 4), "prefetch": st.booleans(), "max_adapter_pages": st.sampled_from([None, 7]),
+    "split": st.booleans(), "prefill_block": st.sampled_from([8, 32]),
 })  # fmt: skip
 
 
@@ -54,6 +56,11 @@ def check_step(bench: Bench, step: ScheduledStep) -> None:
     assert blocks <= max_blocks(config.max_num_batched_tokens, config.prefill_block)
     assert all(n <= (config.long_prefill_token_threshold or n) for _, n in step.prefills)
     assert max(users.values(), default=0) <= (config.max_seqs_per_adapter or 99)
+    allocator, cache = bench.allocator, bench.cache
+    adapter_pages = allocator.count(PageKind.ADAPTER)
+    assert adapter_pages <= cache.max_adapter_pages
+    if cache.is_split:
+        assert allocator.num_total - allocator.num_free - adapter_pages <= allocator.num_total - cache.max_adapter_pages
 
 
 def check_forgotten(policy: Policy) -> None:
@@ -76,6 +83,7 @@ def test_every_request_ends_and_nothing_is_left(
         max_overtake_s=options["max_overtake_s"], max_num_seqs=options["max_num_seqs"], fair_spare_seats=1,
         fair_weights={"x": 3.0, "a1": 0.5},
     ))  # fmt: skip
+    options["split"] &= options["max_adapter_pages"] is not None
     bench = Bench(scheduling=policy, prompt_sizes=(8, 16, 32), **options)
     adapters = [FakeAdapter(f"a{i}", 1 + i % 3, rank=1 + 7 * (i % 4), digest=str(i)) for i in range(NUM_ADAPTERS)]
     everyone, live = set(adapters), dict[str, list[Any]]()
@@ -192,3 +200,29 @@ def test_adapters_that_take_turns_are_loaded_for_several_requests_each(name):
             bench.run(step)
     assert len(bench.finished) == 160
     assert bench.cache.loads < 0.5 * 160
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_run_while_adapters_load(name):
+    """D17: beside a load that takes many steps, decodes go on in each of them and the base's requests start."""
+    policy = make_policy(PolicyConfig(name, first_token_objective_s=1e9, max_num_seqs=8))
+    bench = Bench(scheduling=policy, max_num_seqs=8, delay=2, pages_per_step=1, max_rank_rows=256)
+    here = FakeAdapter("here")
+    bench.add("long", output=60, adapter=here)
+    while not bench.scheduler.num_running:
+        bench.step()
+    beside_loads = 0
+    for i in range(5):
+        cold = FakeAdapter(f"cold{i}", 6)
+        bench.add(f"cold{i}", output=2, adapter=cold)
+        bench.add(f"base{i}", output=2)
+        while not bench.cache.is_ready(cold):
+            bench.now += 0.01
+            step = bench.schedule()
+            assert step is not None
+            assert "long" in ran(step)
+            beside_loads += bench.cache.is_loading(cold)
+            bench.run(step)
+        assert f"base{i}" in bench.finished
+    assert beside_loads == 5 * 5  # of a load's six steps all but the last, with which it is ready
+    bench.drain()

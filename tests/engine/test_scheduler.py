@@ -237,3 +237,23 @@ def test_d16_only_admissions_behind_the_blocked_request_count():
         bench.add(f"a{i}", adapter=a)
     assert ids(seq for seq, _ in bench.step().prefills) == ["ahead again", "a1", "a2"]
     bench.drain()
+
+
+def test_waiting_requests_are_counted_through_a_new_beginning():
+    """A request for three continuations counts once, until its first starts, and again when all begin anew."""
+    bench = Bench(max_num_seqs=2)
+    bench.add_all("many", [1] * 40, 4, n=3)
+    for name in "ab":
+        bench.add(name)
+    waiting = bench.scheduler._waiting
+    assert (waiting.num_requests, len(waiting)) == (3, 5)
+    bench.step()
+    assert (waiting.num_requests, len(waiting)) == (2, 4)
+    bench.scheduler.restart()
+    bench.transfers.restart()
+    bench.scheduler.check_integrity()
+    assert (waiting.num_requests, len(waiting)) == (3, 5)
+    bench.scheduler.abort("a")
+    assert waiting.num_requests == 2
+    bench.drain()
+    assert waiting.num_requests == 0

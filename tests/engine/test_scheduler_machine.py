@@ -42,11 +42,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtakes=st.integers(0, 4), max_scan=st.integers(1, 8), policy=st.sampled_from(["lru", "fifo"]),
         pages_per_step=st.integers(1, 4), prefetch=st.booleans(), lookahead=st.integers(1, 8),
         max_reads=st.integers(1, 4), delay=st.integers(0, 3), caching=st.booleans(), runs_ahead=st.booleans(),
+        split=st.booleans(),
     )  # fmt: skip
-    def start(self, blocks: int, prefill_block: int, runs_ahead: bool, **options: Any) -> None:
+    def start(self, blocks: int, prefill_block: int, runs_ahead: bool, split: bool, **options: Any) -> None:
         self.bench = Bench(
-            prefill_block=prefill_block, max_num_batched_tokens=blocks * prefill_block + prefill_block // 2, **options
-        )
+            prefill_block=prefill_block, max_num_batched_tokens=blocks * prefill_block + prefill_block // 2,
+            split=split and (options["max_adapter_pages"] or 99) < options["num_pages"] - 1, **options,
+        )  # fmt: skip
         self.bench.runs_ahead = runs_ahead
         self.cache, self.scheduler = self.bench.cache, self.bench.scheduler
         self.versions = 0
@@ -259,6 +261,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             written = [bench.written[adapter][i] for i in range(adapter.num_pages)]
             assert written == self.cache.pages_of(adapter)
         assert bench.allocator.count(PageKind.ADAPTER) <= self.cache.max_adapter_pages
+        kv_pages = bench.allocator.count(PageKind.KV) + bench.allocator.count(PageKind.CACHED)
+        assert not self.cache.is_split or kv_pages <= bench.allocator.num_total - self.cache.max_adapter_pages
         owners = list({page for seq in self.running for page in seq.page_ids})
         owners += [page for adapter in self.cache.residents() for page in self.cache.pages_of(adapter)]
         owners += [page for page in self.cache.order if isinstance(page, int)]
