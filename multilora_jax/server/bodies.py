@@ -40,10 +40,10 @@ class BodyRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
         model: type[BaseModel] | None = get_type_hints(self.endpoint).get("body")
-        # Where a dependency says who may call, it comes before what is said of the body.
-        read_long: Callable[[bytes], Any] = parse if self.dependencies else partial(parse_and_check, model=model)
         if model is None:
             return handler
+        # Where a dependency says who may call, it comes before what is said of the body.
+        read_long: Callable[[bytes], Any] = parse if self.dependencies else partial(parse_and_check, model=model)
 
         async def read_and_handle(request: Request) -> Response:
             try:
