@@ -12,6 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,24 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
         raise UserError("--cold: give the original as a file or a folder", reason="bad_value", param="cold")
     logging.set_verbosity(logging.ERROR)  # Orbax reports every step of a save
     model, out = os.path.expanduser(f.model), os.path.expanduser(f.out)
+    with _told(f"{out} was not made"):
+        _write(f, model, out)
+    if not f.compare or checkpoints.is_adapter(out):
+        return 0
+    with _told(f"{out} is whole, but was not compared"):
+        return max(compare(model, out, f.dtype, f.quantize, f.rounds, cold) for cold in (False, True)[: 1 + f.cold])
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Lets an interrupt say what it left."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what) from None
+
+
+def _write(f: absl_flags.FlagValues, model: str, out: str) -> None:
     start = time.perf_counter()
     if os.path.isdir(model) and checkpoints.is_adapter(model):
         if f.dtype != "auto" or f.quantize is not None:
@@ -78,9 +98,6 @@ def main(words: list[str], flag_values: absl_flags.FlagValues = absl_flags.FLAGS
     size = sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(out) for name in names)
     peak = peak_memory_bytes()
     print(f"{out}: {size / 2**20:.1f} MiB, written in {seconds:.1f} s, peak memory {peak / 2**20:.0f} MiB", flush=True)
-    if not f.compare or checkpoints.is_adapter(out):
-        return 0
-    return max(compare(model, out, f.dtype, f.quantize, f.rounds, cold) for cold in (False, True)[: 1 + f.cold])
 
 
 def compare(model: str, out: str, dtype: str, quantization: str | None, rounds: int = 2, cold: bool = False) -> int:

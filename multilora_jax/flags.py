@@ -126,7 +126,7 @@ def run(
 
     Args:
         main: returns the exit status, None for 0; a UserError that it raises is printed without a traceback and
-            exits with 1.
+            exits with 1. An interrupt ends with one line too, and 130.
         commands: the words of which exactly one must be given; with none, no word may be given.
         argv: the program and its arguments; those of this process by default.
         arguments: what further words stand for ("PATH..."), for --help; with none, no further word may be given.
@@ -151,6 +151,9 @@ def run(
             return main(_check_words(left[1:], commands, more=bool(arguments)))
         except UserError as error:
             sys.exit(f"error: {error.message}")
+        except KeyboardInterrupt as error:
+            print("interrupted", *map(str, error.args), sep=": ", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
 
     app.run(checked_main, argv=argv, flags_parser=parse)
 

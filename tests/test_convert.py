@@ -89,3 +89,40 @@ def test_smollm2_comes_back_bit_for_bit(tmp_path):
     messages = [{"role": "user", "content": "Grüße, 123!"}]
     assert one.encode_chat(messages) == other.encode_chat(messages)
     assert one.fingerprint() == other.fingerprint()
+
+
+INTERRUPTED = """
+import os, signal
+from multilora_jax import convert, flags, orbax_writer
+
+add = orbax_writer.FolderWriter.add
+def add_and_interrupt(self, *args, **kwargs):
+    add(self, *args, **kwargs)
+    os.kill(os.getpid(), signal.SIGINT)
+
+orbax_writer.FolderWriter.add = add_and_interrupt
+convert.define_flags()
+flags.run(convert.main)
+"""
+
+
+def test_an_interrupt_says_what_it_left(golden_tiny, tmp_path, monkeypatch):
+    source, out = str(golden_tiny / "bases" / "tied"), tmp_path / "out"
+    command = [sys.executable, "-c", INTERRUPTED, "--model", source, "--out", str(out)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[-1:] == [f"interrupted: {out} was not made"]
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+    def compare(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "compare", compare)
+    values = absl_flags.FlagValues()
+    convert.define_flags(values)
+    values(["convert", "--model", source, "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt, match="is whole, but was not compared"):
+        convert.main([], values)
+    assert open_checkpoint(str(out)).config

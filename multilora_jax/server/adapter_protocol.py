@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import field_validator
 
 from multilora_jax.errors import UserError
+from multilora_jax.lora.names import MAX_NAME_LENGTH, check_name
 from multilora_jax.server.protocol import Body
 
 
@@ -18,6 +19,8 @@ class AdapterBody(Body):
     def _check_name(cls, name: str) -> str:
         if not name.strip():
             raise UserError("lora_name is empty", reason="empty_lora_name", param="lora_name")
+        if len(name) > MAX_NAME_LENGTH:
+            check_name(name)
         return name
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
 from multilora_jax.errors import NotFoundError, UserError
@@ -19,6 +19,7 @@ from multilora_jax.request import LoRARequest
 from multilora_jax.server import answer_schemas
 from multilora_jax.server.adapter_protocol import AdapterBody, LoadBody
 from multilora_jax.server.auth import require_admin
+from multilora_jax.server.bodies import body_router
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.errors import error_body
 
@@ -30,8 +31,8 @@ UNLOAD_WAIT_S = 30.0
 
 log = logging.getLogger(__name__)
 
-router = APIRouter()
-management = APIRouter(dependencies=[Depends(require_admin)])
+router = body_router()
+management = body_router(dependencies=[Depends(require_admin)])
 
 Answer = dict[str, Any]
 

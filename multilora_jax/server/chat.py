@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from multilora_jax.request import CompletionOutput, RequestOutput
@@ -20,11 +20,13 @@ from multilora_jax.server.answers import (
     prompt_logprobs,
     usage,
 )
+from multilora_jax.server.bodies import body_router
 from multilora_jax.server.chat_protocol import ChatBody
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.inputs import chat_prompt, voice_of
 from multilora_jax.server.request_ids import answer_id
 from multilora_jax.server.resolvers import resolve_target
+from multilora_jax.server.shared_prompts import read_once
 from multilora_jax.server.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGone,
@@ -41,7 +43,7 @@ from multilora_jax.server.tool_answers import ToolUse
 if TYPE_CHECKING:
     from multilora_jax.tokenizer import Tokenizer
 
-router = APIRouter()
+router = body_router()
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": answer_schemas.ChatCompletion}})
@@ -53,7 +55,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     target = await resolve_target(context, body.model, body.lora)
     voice = await voice_of(engine, target, context.chat_template)
     tool_use = ToolUse(body, voice, context.config.tool_call_parser)
-    prompt, max_tokens = await chat_prompt(body, voice)
+    prompt, max_tokens = await read_once(request, voice, lambda: chat_prompt(body, voice))
     asked = (max_tokens, body.num_logprobs, body.prompt_logprobs)
     id_ = answer_id("chatcmpl", body.request_id, request)
     tokenizer = voice.tokenizer

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from multilora_jax.errors import UserError
 from multilora_jax.server.protocol import Body
+from multilora_jax.server.shared_prompts import SCOPE_KEY, SharedPrompts
 
 MAX_MODELS = 9
 """The base and eight adapters."""
@@ -78,11 +79,16 @@ class Comparison:
         self._scope = scope
         self._body = body
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue(QUEUED_EVENTS)
+        self._prompts = SharedPrompts()
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Events as they come; `index` is the model's place in `models`: {index, chunk} with a chunk of its stream,
         {index, error} with an error object and perhaps `retry_after_s`, and {index, done: true} once it has ended."""
-        tasks = [asyncio.create_task(self._answer(index)) for index in range(len(self._body.models))]
+        common = await asyncio.to_thread(_as_json, {
+            **self._body.request, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        })  # fmt: skip
+        tasks = [asyncio.create_task(self._answer(index, common)) for index in range(len(self._body.models))]
         left = len(tasks)
         try:
             while left:
@@ -92,17 +98,12 @@ class Comparison:
         finally:  # as if the caller of each had hung up
             for task in tasks:
                 task.cancel()
+            self._prompts.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, index: int) -> None:
+    async def _answer(self, index: int, common: str) -> None:
         call = _Call(self._events, index)
-        request = {
-            **self._body.request,
-            "model": self._body.models[index],
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        content = json.dumps(request).encode()
+        content = f'{{"model": {json.dumps(self._body.models[index])}, {common[1:]}'.encode()
         try:
             await self._app(self._scope_of(content), call.receiver(content), call.send)
             await call.finish()
@@ -119,7 +120,13 @@ class Comparison:
         return {
             **{key: scope[key] for key in same if key in scope}, "method": "POST", "path": path,
             "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": [*kept, *own],
+            SCOPE_KEY: self._prompts,
         }  # fmt: skip
+
+
+def _as_json(value: Any) -> str:
+    """As json.dumps, which would hold the interpreter for all of a request of megabytes."""
+    return "".join(json.JSONEncoder().iterencode(value))
 
 
 _INTERNAL = {

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from multilora_jax.async_engine import AsyncEngine
@@ -22,11 +22,13 @@ from multilora_jax.server.answers import (
     prompt_logprobs,
     usage,
 )
+from multilora_jax.server.bodies import body_router
 from multilora_jax.server.context import ServerContext, Target
 from multilora_jax.server.inputs import Prompt, completion_prompts, voice_of
 from multilora_jax.server.protocol import CompletionBody
 from multilora_jax.server.request_ids import answer_id
 from multilora_jax.server.resolvers import resolve_target
+from multilora_jax.server.shared_prompts import read_once
 from multilora_jax.server.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGone,
@@ -42,7 +44,7 @@ from multilora_jax.server.structure import naming
 if TYPE_CHECKING:
     from multilora_jax.tokenizer import Tokenizer
 
-router = APIRouter()
+router = body_router()
 
 
 @router.post("/v1/completions", responses={200: {"model": answer_schemas.Completion}})
@@ -52,7 +54,8 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     context: ServerContext = request.app.state.context
     target = await resolve_target(context, body.model, body.lora)
     voice = await voice_of(context.engine, target, context.chat_template)
-    prompts = await completion_prompts(body, voice, context.config.max_prompts_per_request)
+    most = context.config.max_prompts_per_request
+    prompts = await read_once(request, voice, lambda: completion_prompts(body, voice, most))
     tokenizer = voice.tokenizer
     answer = Envelope("text_completion", target, answer_id("cmpl", body.request_id, request))
     if body.stream:

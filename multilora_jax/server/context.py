@@ -12,6 +12,7 @@ from multilora_jax.async_engine import AsyncEngine
 from multilora_jax.config import EngineConfig
 from multilora_jax.engine_vitals import TROUBLES
 from multilora_jax.errors import NotFoundError, UnavailableError, UserError
+from multilora_jax.lora.names import MAX_NAME_LENGTH
 from multilora_jax.request import LoRARequest
 from multilora_jax.server.call import current_call
 from multilora_jax.server.guard import Calls
@@ -154,6 +155,9 @@ class ServerContext:
     def _adapter(self, name: str) -> LoRARequest:
         """The adapter called NAME or "base:NAME"."""
         llm = self.engine.engine
+        # Nobody has a longer name: it is not looked for, matched or kept, each of which takes time by its length.
+        longest = len(llm.base_name) + 1 + MAX_NAME_LENGTH
+        name = name if len(name) <= longest else name[: longest + 1]
         try:
             request = llm.lora_request(name)
         except NotFoundError as unknown:

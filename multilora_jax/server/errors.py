@@ -96,9 +96,6 @@ def _from_validation(request: Request, error: RequestValidationError) -> UserErr
     if isinstance(cause, UserError):
         return cause
     location = [str(part) for part in first["loc"][first["loc"][0] in ("body", "query", "path") :]]
-    if first["type"] == "json_invalid":
-        where = _line_and_column(error.body, first["loc"][-1])
-        return UserError(f"the body is not valid JSON{where}: {first['ctx']['error']}", reason="bad_json")
     if not location:
         content_type = request.headers.get("content-type", "")
         if "json" not in content_type:
@@ -111,11 +108,3 @@ def _from_validation(request: Request, error: RequestValidationError) -> UserErr
     if first["type"] == "missing":
         return UserError(f"the field {param} is missing", reason="missing_field", param=param)
     return UserError(f"{'.'.join(location)}: {first['msg']}", reason="bad_value", param=param)
-
-
-def _line_and_column(text: Any, position: Any) -> str:
-    """Where a character of the body stands, as editors count."""
-    if not isinstance(text, str) or not isinstance(position, int):
-        return ""
-    line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
-    return f" at line {line}, column {column}"

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import Response
 
 from multilora_jax.server.auth import require_admin
+from multilora_jax.server.bodies import body_router
 from multilora_jax.server.compare import CompareBody, Comparison
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.page_files import INDEX, PAGE_PATHS, page_file
 from multilora_jax.server.streaming import EventStream
 
-router = APIRouter(include_in_schema=False)
+router = body_router(include_in_schema=False)
 
 
 def install_page(app: FastAPI) -> None:

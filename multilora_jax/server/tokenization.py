@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field, WithJsonSchema, model_validator
 
 from multilora_jax.errors import UserError
 from multilora_jax.server import json_types
 from multilora_jax.server.answer_schemas import DetokenizeAnswer, TokenizeAnswer
+from multilora_jax.server.bodies import body_router
 from multilora_jax.server.chat_protocol import Conversation
 from multilora_jax.server.context import ServerContext
 from multilora_jax.server.inputs import Voice, encode, render, required, voice_of
 from multilora_jax.server.protocol import Body
 from multilora_jax.server.resolvers import resolve_target
 
-router = APIRouter()
+router = body_router()
 
 
 class TokenizeBody(Conversation):

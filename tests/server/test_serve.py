@@ -212,6 +212,14 @@ def test_bars_on_a_terminal_and_lines_elsewhere(monkeypatch, caplog, terminal, w
     assert caplog.messages == ([] if terminal else lines if warm_up else lines[:1])
 
 
+def test_an_answer_s_body_does_not_wait_for_an_acknowledgement_of_its_head():
+    """40 ms on a kept connection, by Nagle's algorithm and the client's delayed acknowledgement."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_listen_names_what_is_wrong():
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
