@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from pallas_kernels.segmented_lora.plan import Plan
 from pallas_kernels.segmented_lora.rank_rows import RankRows, as_units
 from pallas_kernels.segmented_lora.xla_pool import gather_rows, mix_of, scaled, taken
@@ -22,6 +23,8 @@ _F32 = jnp.float32
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    if dispatch.current_device().platform == "cpu":
+        a, b = a.astype(_F32), b.astype(_F32)  # exact, and XLA has no bfloat16 there for some of the batched products
     return jnp.einsum(subscripts, a, b, preferred_element_type=_F32, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -207,6 +207,8 @@ def make_plan(
         members = [np.array([x]) for x in range(len(num_rows_X))]
     if len(group_T) == 0 or not members:
         group_T, members = np.full(max(len(group_T), 1), -1), [np.zeros(0, np.int64)]
+    if not len(num_rows_X):
+        first_row_X = num_rows_X = np.zeros(1, np.int64)  # of nobody, for idle tiles to point at
     count_G = np.bincount(group_T[group_T >= 0], minlength=len(members))
     plan = []
     for index, shape in enumerate(shapes):
