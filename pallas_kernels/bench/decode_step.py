@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from pallas_kernels.bench.loras import tokens_of_adapters
 from pallas_kernels.bench.report import Result
 from pallas_kernels.bench.timing import Clock
 from pallas_kernels.paged_attention import ragged_paged_attention
+from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
 from pallas_kernels.segmented_lora import RankRows, SegmentShape, lora_delta, make_plan
 
 SECTION = "decode step"
@@ -82,10 +84,13 @@ class Adapters:
 def step_times(clock: Clock, model: Model, interpret: bool) -> Iterator[Result]:
     """Microseconds of the whole step by adapters, beside the bytes of weights, keys and values, and adapters."""
     everywhere, attention = tuple(model.groups), ("qkv", "o")
-    cases = [("base", ()), ("distinct", attention), ("identical", attention), ("distinct", everywhere)]
-    cases.append(("identical", everywhere))
-    if interpret:
-        cases = [cases[0], cases[3]]
+    default = "triton" if interpret else None
+    cases = [(mix, groups, default) for mix, groups in (("base", ()), ("distinct", everywhere))]  # time may run out
+    if not interpret:
+        cases += [(mix, groups, None) for mix, groups in (("distinct", attention), ("identical", everywhere))]
+        if "mosaic_gpu" in dispatch.choose("paged_attention", IMPLEMENTATIONS):
+            cases += [("base", (), "mosaic_gpu"), ("distinct", everywhere, "mosaic_gpu")]
+        cases.append(("identical", attention, None))
     kv_pages = model.sequences * -(-model.context // model.page_tokens)
     units_of_page = model.page_elements // model.unit
     most_units = sum(_units(model, group) for group in everywhere) * model.sequences * model.rank
@@ -96,19 +101,18 @@ def step_times(clock: Clock, model: Model, interpret: bool) -> Iterator[Result]:
     weights = make_weights(model)
     item = jnp.dtype(model.dtype).itemsize
     read = model.weight_bytes + item * model.layers * model.sequences * model.context * 2 * model.kv
-    implementation = "triton" if interpret else None
-    for mix, groups in cases:
+    for mix, groups, implementation in cases:
+        name = implementation or "default"
         where = {(): "no adapters", attention: "q, k, v, o", everywhere: "all seven"}[groups]
         case = f"{mix}, {where}, {model.sequences} sequences of {model.context}, rank {model.rank}"
         if clock.left < 0:
-            yield Result(SECTION, case, "default", note="no time left")
+            yield Result(SECTION, case, name, note="no time left")
             continue
         adapters = make_adapters(model, mix, groups, P, 1 + kv_pages) if groups else None
         floor = (read + (adapters.bytes_read if adapters else 0)) / clock.bandwidth * 1e6
         pool, batch = make_pool(model, P), make_inputs(model, kv_pages)
         fn = functools.partial(decode_step, model=model, implementation=implementation, interpret=interpret)
         rows, plan = (adapters.rows, adapters.plan) if adapters else (None, None)
-        name = implementation or "default"
         try:
             time = clock.carried(fn, pool, weights, batch, rows, plan)
             yield Result(SECTION, case, name, time, floor)

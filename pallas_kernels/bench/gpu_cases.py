@@ -6,6 +6,7 @@ The stacks are of two layers here. The decode step is whole: its pool is donated
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -31,8 +32,10 @@ def _timed(stack: Any, *arguments: Any, expect: tuple[str, ...] = ()) -> Case:
 
 def _lora() -> dict[str, Case]:
     batch = make_batch(tokens_of_adapters("distinct", 64), (16,), 4096, 4096, 1024, layers=2, dtype=jnp.bfloat16)
-    stack, arguments = lora_times.pool_stack(batch, "triton", interpret=False)
-    found = {"lora_delta": _timed(stack, *arguments, expect=("custom-call",))}
+    found = {}
+    for name in ("triton", "mosaic_gpu"):
+        stack, arguments = lora_times.pool_stack(batch, name, interpret=False)
+        found[f"lora_delta, {name}"] = _timed(stack, *arguments, expect=("custom-call",))
     weights = [(shaped(64, 16, 4096), shaped(64, 16, 4096))] * 2
     for name, alternative in ALTERNATIVES.items():
         stack = lora_times.dense_stack(alternative)
@@ -43,20 +46,20 @@ def _lora() -> dict[str, Case]:
 def _attention() -> dict[str, Case]:
     size, found = attention_times.Size(layers=2), {}
     pool = jax.eval_shape(functools.partial(attention_times.make_pool, size, 4096))
-    for rows, queries, context in ((64, 1, 1024), (8, 32, 1024)):
-        stack, arguments = attention_times.pool_stack(size, "triton", rows, queries, context, interpret=False)
+    for (rows, queries, context), name in itertools.product(((64, 1, 1024), (8, 32, 1024)), ("triton", "mosaic_gpu")):
+        stack, arguments = attention_times.pool_stack(size, name, rows, queries, context, interpret=False)
         q = shaped(rows * queries, *size.heads[::2])
-        found[f"attention of {queries}"] = _timed(stack, q, pool, *arguments, expect=("custom-call",))
+        found[f"attention of {queries}, {name}"] = _timed(stack, q, pool, *arguments, expect=("custom-call",))
     return found
 
 
-def _step(mix: str | None) -> Case:
+def _step(mix: str | None, implementation: str | None = None) -> Case:
     model = decode_step.LLAMA_3_8B
     kv_pages, num_pages = 2048, 4800
     adapters = None
     if mix is not None:
         adapters = decode_step.make_adapters(model, mix, tuple(model.groups), num_pages, 1 + kv_pages)
-    fn = functools.partial(decode_step.decode_step, model=model, implementation=None, interpret=False)
+    fn = functools.partial(decode_step.decode_step, model=model, implementation=implementation, interpret=False)
     pool = jax.eval_shape(functools.partial(decode_step.make_pool, model, num_pages))
     arguments = [
         _BUFFER, pool, jax.eval_shape(functools.partial(decode_step.make_weights, model)),
@@ -70,4 +73,6 @@ def _step(mix: str | None) -> Case:
 
 def cases() -> dict[str, Case]:
     """LoRA and attention with what they are compared to, and the step with and without adapters."""
-    return {**_lora(), **_attention(), "step, base": _step(None), "step, 64 adapters": _step("distinct")}
+    steps = {"step, base": _step(None), "step, 64 adapters": _step("distinct")}
+    steps["step, 64 adapters, mosaic_gpu"] = _step("distinct", "mosaic_gpu")
+    return {**_lora(), **_attention(), **steps}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import pallas_mosaic_gpu
@@ -48,7 +49,7 @@ def ragged_paged_attention(
         pool_LPE: uint[L, P, E], the pool's bits, as wide as q's type; a page is laid out [2, K, page_tokens, H], keys
             first, so E = 2 * K * page_tokens * H. Slots that no query sees must hold finite values where a page is
             read: they are multiplied by 0.
-        layer: index into L.
+        layer: index into L. A traced one is the caller's to check, as the rows' values are.
         table_SP: int32[S, pages], pages of each row in order. All entries name pages of the pool, those behind a
             context any.
         start_S: int32[S], index into T of each row's first query.
@@ -65,17 +66,24 @@ def ragged_paged_attention(
         interpret: runs Pallas kernels in their interpreter, on any device.
 
     Returns:
-        [T, N, H] in q's type, 0 for tokens in no row; sums are float32.
+        [T, N, H] in q's type, 0 for tokens in no row; sums are float32. Not differentiable in the Pallas
+        implementations.
 
     Raises:
-        ValueError: shapes or types that do not go together, or an unknown implementation.
+        ValueError: shapes or types that do not go together, a layer that is not there, or an unknown implementation.
         NotImplementedError: the device, or the implementation asked for, cannot run these shapes.
     """
+    q_TNH, pool_LPE, table_SP, start_S, count_S, context_S = map(
+        jnp.asarray, (q_TNH, pool_LPE, table_SP, start_S, count_S, context_S)
+    )
     _check(q_TNH, pool_LPE, table_SP, (start_S, count_S, context_S), num_kv_heads, page_tokens)
+    _check_layer(layer, len(pool_LPE))
     if not 0 <= num_decodes <= len(table_SP):
         raise ValueError(f"num_decodes is {num_decodes}, and there are {len(table_SP)} rows")
     if most_queries < 1 or (window is not None and window < 1):
         raise ValueError(f"most_queries ({most_queries}) and window ({window}) must be positive")
+    if 0 in q_TNH.shape or not len(table_SP):
+        return jnp.zeros_like(q_TNH)
     return dispatch.call(
         "paged_attention", IMPLEMENTATIONS, q_TNH, pool_LPE, layer, table_SP, start_S, count_S, context_S,
         num_decodes=num_decodes, most_queries=most_queries, num_kv_heads=num_kv_heads, page_tokens=page_tokens,
@@ -115,7 +123,9 @@ def _check(
         shapes = f"{q_TNH.shape}, {pool_LPE.shape}, {table_SP.shape}"
         raise ValueError(f"q, pool and table are [T, N, H], [L, P, E] and [S, pages], not {shapes}")
     _, N, H = q_TNH.shape
-    if N % K:
+    if q_TNH.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"queries are bfloat16, float16 or float32, not {q_TNH.dtype}")
+    if K < 1 or N % K:
         raise ValueError(f"{N} query heads are no multiple of {K} KV heads")
     if pool_LPE.shape[2] != 2 * K * page_tokens * H:
         raise ValueError(
@@ -126,7 +136,16 @@ def _check(
         raise ValueError(
             f"the pool of {q_TNH.dtype} queries holds unsigned integers of their width, not {pool_LPE.dtype}"
         )
+    if not table_SP.shape[1]:
+        raise ValueError("the table has no column: a row needs a page at least")
     if any(x.shape != table_SP.shape[:1] for x in per_row):
         raise ValueError(f"start, count and context have a value for each of {len(table_SP)} rows of the table")
     if any(x.dtype != jnp.int32 for x in (table_SP, *per_row)):
         raise ValueError("table, start, count and context are int32")
+
+
+def _check_layer(layer: jax.Array | int, num_layers: int) -> None:
+    if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise ValueError(f"layer is one integer, not {layer}")
+    if isinstance(layer, int | np.integer) and not 0 <= layer < num_layers:
+        raise ValueError(f"layer is {layer}, and the pool has {num_layers}")

@@ -1,7 +1,8 @@
 """Gradients of the rank rows, scattered to the units of the pool.
 
 Segmented like the forward pass: each tile of rows meets the tokens of its own block (S-LoRA section 5.3 has the forward
-half). Where a batch's tiles have room for more than all tokens times all rows, that one dense product is less work.
+half). Where a batch's tiles have room for more than all tokens times all rows, that one dense product is less work; it
+is for finite numbers, as what it masks it has multiplied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from pallas_kernels.segmented_lora.plan import Plan
 from pallas_kernels.segmented_lora.rank_rows import RankRows, as_units
 from pallas_kernels.segmented_lora.xla_pool import gather_rows, mix_of, scaled, taken
@@ -21,6 +23,8 @@ _F32 = jnp.float32
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    if dispatch.current_device().platform == "cpu":
+        a, b = a.astype(_F32), b.astype(_F32)  # exact, and XLA has no bfloat16 there for some of the batched products
     return jnp.einsum(subscripts, a, b, preferred_element_type=_F32, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -41,12 +45,17 @@ def pool_gradients(
     *,
     units: tuple[int, int],
     axis_name: str | None,
+    of_segments: bool,
 ) -> tuple[Any, Any]:
-    """Cotangents of A's and of B's pool, given that of y; float0 zeros where a pool holds integers."""
+    """Cotangents of A's and of B's pool, given that of y; float0 zeros where a pool holds integers.
+
+    Args:
+        of_segments: never by the dense product.
+    """
     if not all(jnp.issubdtype(pool.dtype, jnp.floating) for pool in pools):
         return tuple(np.zeros(pool.shape, jax.dtypes.float0) for pool in pools)  # type: ignore[return-value]
     places = sum(len(part.row_W) * part.block_tokens * part.tile_rows for part in plan)
-    by_tiles = places < len(x_TI) * rows.units_b_RV.shape[0]
+    by_tiles = of_segments or places < len(x_TI) * rows.units_b_RV.shape[0]
     da_MRI, db_RO = (_of_tiles if by_tiles else _of_all)(x_TI, g_TO, pools, rows, plan, units, axis_name)
     return (
         _scatter(pools[0], rows.units_a_MRU, da_MRI, units[0]),

@@ -74,6 +74,17 @@ Plan = tuple[Segments, ...]
 """All blocks of a batch: small ones (decodes) and, where the bucket has prompts, large ones. Each is a launch."""
 
 
+def as_plan(plan: Any) -> Plan:
+    """The plan's tables as jax arrays.
+
+    Raises:
+        TypeError: no plan.
+    """
+    if not isinstance(plan, tuple | list) or not all(isinstance(part, Segments) for part in plan):
+        raise TypeError(f"plan must be a tuple of Segments, as make_plan gives it, not {type(plan).__name__}")
+    return tuple(jax.tree.map(jnp.asarray, part) for part in plan)
+
+
 def count_own_rows(plan: Plan) -> int:
     """Rank rows that the tokens of a batch meet, over all tokens (numpy leaves); see own_rows.packed_size."""
     tokens = [(part.token_NC != NOBODY).sum(1)[part.block_W] for part in plan]
@@ -140,6 +151,15 @@ def _groups_of_mix(mix_TX: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     return number_G[group_T.reshape(-1)], [members for members in adapters if len(members)]
 
 
+def _integers(values: Any, name: str) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} is {list(array.shape)}: it must have one axis")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} must be integers, not {array.dtype}")
+    return array.astype(np.int64)
+
+
 def make_plan(
     first_row_X: np.ndarray,
     num_rows_X: np.ndarray,
@@ -152,31 +172,43 @@ def make_plan(
     """The plan of a batch, made on the host (numpy arrays).
 
     Args:
-        first_row_X, num_rows_X: int[X], the rank rows that each adapter owns in the tables.
+        first_row_X, num_rows_X: int[X], the rank rows that each adapter owns in the tables. That they are there is the
+            caller's to see to.
         shapes: of the blocks of short segments, and optionally of those of long ones.
         adapter_T: int[T], the adapter of each token, -1 for the base; or else
         mix_TX: float[T, X], the factor that each token puts on each adapter.
         long_segment: tokens from which on a segment is long.
 
     Raises:
-        ValueError: neither or both of adapter_T and mix_TX; an adapter that is not there; a batch that is too large for
-            the shapes (the message says what it needs).
+        TypeError: numbers of rows or adapters that are no integers; shapes that are no SegmentShape.
+        ValueError: neither or both of adapter_T and mix_TX; an adapter that is not there; arrays that do not go
+            together; a batch that is too large for the shapes (the message says what it needs).
     """
     if (adapter_T is None) == (mix_TX is None):
         raise ValueError("a plan needs either adapter_T or mix_TX")
-    first_row_X, num_rows_X = np.asarray(first_row_X), np.asarray(num_rows_X)
+    if not isinstance(shapes, tuple | list) or not all(isinstance(shape, SegmentShape) for shape in shapes):
+        raise TypeError("shapes must be a tuple of one SegmentShape or two")
+    if len(shapes) not in (1, 2):
+        raise ValueError(f"{len(shapes)} shapes: there must be one, or one of short segments and one of long ones")
+    first_row_X, num_rows_X = _integers(first_row_X, "first_row_X"), _integers(num_rows_X, "num_rows_X")
+    if len(first_row_X) != len(num_rows_X) or min(first_row_X.min(initial=0), num_rows_X.min(initial=0)) < 0:
+        raise ValueError(f"adapters own rows from {first_row_X} on, {num_rows_X} each: as many numbers, none negative")
     if mix_TX is not None:
         mix_TX = np.asarray(mix_TX, np.float32)
         if mix_TX.ndim != 2 or mix_TX.shape[1] != len(num_rows_X):
             raise ValueError(f"mix_TX is {list(mix_TX.shape)}: it must be [T, {len(num_rows_X)}], a column per adapter")
+        if not np.isfinite(mix_TX).all():
+            raise ValueError("mix_TX has factors that are not finite")
         group_T, members = _groups_of_mix(mix_TX)
     else:
-        group_T = np.asarray(adapter_T)
+        group_T = _integers(adapter_T, "adapter_T")
         if len(group_T) and (group_T.max() >= len(num_rows_X) or group_T.min() < -1):
             raise ValueError(f"adapter_T names an adapter outside of -1 .. {len(num_rows_X) - 1}")
         members = [np.array([x]) for x in range(len(num_rows_X))]
     if len(group_T) == 0 or not members:
         group_T, members = np.full(max(len(group_T), 1), -1), [np.zeros(0, np.int64)]
+    if not len(num_rows_X):
+        first_row_X = num_rows_X = np.zeros(1, np.int64)  # of nobody, for idle tiles to point at
     count_G = np.bincount(group_T[group_T >= 0], minlength=len(members))
     plan = []
     for index, shape in enumerate(shapes):

@@ -131,24 +131,51 @@ def as_compute(bits: jax.Array, dtype: Any) -> jax.Array:
     return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
-def check(x_TI: jax.Array, pools: Sequence[jax.Array], rows: Rows, units: tuple[int, int]) -> None:
-    """Raises a ValueError or TypeError that says what does not fit."""
+def as_arrays(rows: Rows) -> Rows:
+    """The tables as jax arrays.
+
+    Raises:
+        TypeError: neither form of tables, or one of another type.
+    """
+    if not isinstance(rows, RankRows | LayerRankRows):
+        raise TypeError(f"rows must be RankRows or LayerRankRows, not {type(rows).__name__}")
+    rows = jax.tree.map(jnp.asarray, rows)
+    for name, table in vars(rows).items():
+        if isinstance(table, jax.Array):
+            wanted = jnp.int32 if name.startswith("units_") or name == "layer" else jnp.float32
+            if table.dtype != wanted:
+                raise TypeError(f"{name} is {table.dtype}: it must be {jnp.dtype(wanted)}")
+    return rows
+
+
+def check_tokens(x_TI: jax.Array) -> None:
+    """Raises a TypeError if x is no matrix of floats."""
     if x_TI.ndim != 2 or not jnp.issubdtype(x_TI.dtype, jnp.floating):
         raise TypeError(f"x must be float[T, I], not {x_TI.dtype}{list(x_TI.shape)}")
+
+
+def check_pool(pool: jax.Array, unit: int, dtype: Any) -> None:
+    """Raises a ValueError or TypeError that says what does not fit."""
+    unsigned = jnp.issubdtype(pool.dtype, jnp.unsignedinteger) and pool.dtype.itemsize == dtype.itemsize
+    if pool.dtype != dtype and not unsigned:
+        raise TypeError(f"the pool is {pool.dtype}: it must have x's type, {dtype}, or hold its bits as unsigned")
+    if unit < 1 or not pool.ndim:
+        raise ValueError(f"a pool of shape {pool.shape} has no units of {unit}")
+    if pool.shape[-1] % unit:
+        raise ValueError(f"units of {unit} do not divide the pool's rows of {pool.shape[-1]}")
+    if pool.size // unit > MOST_UNITS:
+        raise ValueError(f"a pool of {pool.size // unit} units of {unit}: 32 bits number {MOST_UNITS} of them")
+
+
+def check(x_TI: jax.Array, pools: Sequence[jax.Array], rows: Rows, units: tuple[int, int]) -> None:
+    """Raises a ValueError or TypeError that says what does not fit."""
+    check_tokens(x_TI)
     for pool, unit, name, dims in zip(
         pools, units, ("input", "outputs"), ([x_TI.shape[1]], rows.out_dims), strict=True
     ):
-        unsigned = jnp.issubdtype(pool.dtype, jnp.unsignedinteger) and pool.dtype.itemsize == x_TI.dtype.itemsize
-        if pool.dtype != x_TI.dtype and not unsigned:
-            raise TypeError(
-                f"the pool is {pool.dtype}: it must have x's type, {x_TI.dtype}, or hold its bits as unsigned"
-            )
-        if pool.shape[-1] % unit or any(dim % unit for dim in dims):
-            raise ValueError(
-                f"units of {unit} divide not both the pool's rows of {pool.shape[-1]} and the {name} {dims}"
-            )
-        if pool.size // unit > MOST_UNITS:
-            raise ValueError(f"a pool of {pool.size // unit} units of {unit}: 32 bits number {MOST_UNITS} of them")
+        check_pool(pool, unit, x_TI.dtype)
+        if any(dim % unit for dim in dims):
+            raise ValueError(f"units of {unit} do not divide the {name} {dims}")
     if isinstance(rows, LayerRankRows):
         _check_layer_rows(x_TI, rows, units[0])
         return

@@ -97,6 +97,15 @@ def delta(
     return delta_of_all_rows(x_TI, pools, rows, plan, y_TO, units=units, axis_name=axis_name, own_rows=own_rows)
 
 
+def delta_of_own_rows(
+    x_TI: jax.Array, pools: Sequence[jax.Array], rows: Rows, plan: Plan, y_TO: jax.Array, *,
+    units: tuple[int, int], axis_name: str | None = None, own_rows: int = 0,
+) -> jax.Array:  # fmt: skip
+    """`delta` of one device where no token may meet the rows of another's adapter, which need not be finite."""
+    assert axis_name is None, f"no product by tiles is summed over {axis_name}, of {own_rows} own rows"
+    return delta_by_tiles(x_TI, pools, whole(rows), plan, y_TO, units=units)
+
+
 def delta_of_all_rows(
     x_TI: jax.Array, pools: Sequence[jax.Array], rows: RankRows, plan: Plan, y_TO: jax.Array, *,
     units: tuple[int, int], axis_name: str | None = None, own_rows: int = 0,

@@ -131,6 +131,13 @@ class PoolProblem:
                     bound[:, part] += np.abs(w_T)[:, None] * (half + 4e-7) * np.abs(b[rank:]).sum(0)
         return wanted, bound + 4e-7 * np.abs(wanted)
 
+    def given(self, implementation, shapes=SHORT):
+        """What lora_delta gives, called as it is, with numpy arrays."""
+        return np.asarray(lora_delta(
+            self.x_TI, np.asarray(self.pool), jax.tree.map(np.asarray, self.rank_rows()), self.plan(shapes), self.y_TO,
+            unit=self.unit, implementation=implementation, interpret=implementation != "xla",
+        ))  # fmt: skip
+
     def check(self, implementation, shapes=SHORT, long_segment=32):
         rows, plan = self.rank_rows(), self.plan(shapes, long_segment)
         got = run_delta(
@@ -142,3 +149,14 @@ class PoolProblem:
         assert np.all(np.abs(np.asarray(got) - wanted) <= bound), np.max(np.abs(np.asarray(got) - wanted) / bound)
         idle = ~self.mix_TX.any(1)
         np.testing.assert_array_equal(np.asarray(got)[idle], self.y_TO[idle])
+
+
+def check_modules_without_rows(implementation, shapes=SHORT, **sizes):
+    """Outputs of a module that a token's adapter is without stay as they are, whatever the token holds."""
+    problem = PoolProblem([[4, 0], [0, 2]], [0, 1, -1, 0], **sizes)
+    problem.x_TI[:] = np.inf
+    got, (first, _) = problem.given(implementation, shapes), problem.out_dims
+    with_rows = np.zeros(got.shape, bool)
+    with_rows[[0, 3], :first] = with_rows[1, first:] = True
+    np.testing.assert_array_equal(got[~with_rows], problem.y_TO[~with_rows])
+    assert not np.isfinite(got[with_rows]).any()

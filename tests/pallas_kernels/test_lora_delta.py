@@ -18,15 +18,13 @@ from pallas_kernels.segmented_lora import (
     SegmentShape,
     lora_constants,
     lora_delta,
-    make_plan,
     pallas_triton,
     xla_pool,
 )
 from pallas_kernels.segmented_lora.arg_specs import segment_specs
-from pallas_kernels.segmented_lora.blocks import ExpandBlocks, ShrinkBlocks
 from pallas_kernels.segmented_lora.own_rows import sum_tiles
 from pallas_kernels.segmented_lora.plan import NOBODY
-from tests.pallas_kernels.pool_problem import SHORT, TRACES, PoolProblem, run_delta
+from tests.pallas_kernels.pool_problem import SHORT, TRACES, PoolProblem, check_modules_without_rows, run_delta
 
 IMPLEMENTATIONS = ["xla", "triton"]
 BOTH = (SegmentShape(24, 48), SegmentShape(4, 8, block_tokens=32, tile_rows=32))
@@ -144,6 +142,11 @@ def test_what_a_token_holds_stays_its_own(implementation):
     assert not np.isfinite(dirty[1]).any()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_module_without_rows_leaves_its_outputs(implementation):
+    check_modules_without_rows(implementation, out_dims=(64, 32))
+
+
 @settings(max_examples=30)
 @given(data=st.data(), ranks=st.lists(st.integers(0, 40), min_size=4, max_size=4), const=st.booleans())
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -222,26 +225,6 @@ def test_more_tiles_than_programs(monkeypatch):
     PoolProblem([16, 40, 3, 17, 1, 30], adapter_T, in_dim=128, num_rows=128).check("triton", (SegmentShape(21, 48),))
 
 
-def test_blocks_that_leave_a_part_out_are_refused():
-    problem = PoolProblem([4], [0, -1])
-    [part], rows, x = problem.plan(SHORT), problem.rank_rows(), jnp.asarray(problem.x_TI)
-    with pytest.raises(ValueError, match="leave out a part of 64 inputs"):
-        pallas_triton.shrink(x, problem.pool, rows, part, unit=32, interpret=True, blocks=ShrinkBlocks(32, 3))
-    s, y = jnp.zeros((1, 3, 24, 16, 16)), jnp.asarray(problem.y_TO)
-    with pytest.raises(ValueError, match="leave out a part of the outputs"):
-        pallas_triton.expand(
-            s, problem.pool, rows, part, y, unit=32, dtype=x.dtype, interpret=True, blocks=ExpandBlocks(32, 3)
-        )
-
-
-def test_no_pool_has_more_units_than_32_bits_number():
-    problem = PoolProblem([4], [0, -1])
-    pool = jax.ShapeDtypeStruct((2**17, 2**20), jnp.float32)
-    with pytest.raises(ValueError, match="a pool of 4294967296 units of 32: 32 bits number 2147483647"):
-        jax.eval_shape(lambda x, pool: lora_delta(x, pool, problem.rank_rows(), problem.plan(SHORT), unit=32),
-                       problem.x_TI, pool)  # fmt: skip
-
-
 def engine_rows(problem, layer):
     """The same rows in the last of three layers of tables that an engine keeps: units of A, then of B."""
     M, R, Ua = problem.units_a.shape
@@ -277,48 +260,6 @@ def test_constants_alone(implementation):
     )
     b_XO = np.stack([np.concatenate([np.asarray(b[x][-1], np.float32) for b in problem.b]) for x in range(2)])
     np.testing.assert_allclose(got, problem.mix_TX @ b_XO, rtol=1e-5, atol=1e-5)
-
-
-def test_bad_arguments_are_named():
-    problem = PoolProblem([4], [0, -1])
-    rows, plan = problem.rank_rows(), problem.plan(SHORT)
-    x, pool = jnp.asarray(problem.x_TI), problem.pool
-    with pytest.raises(ValueError, match="units of 24 divide not both"):
-        lora_delta(x, pool, rows, plan, unit=24)
-    with pytest.raises(TypeError, match="the pool is float32: it must have x's type, bfloat16"):
-        lora_delta(x.astype(jnp.bfloat16), pool, rows, plan, unit=32)
-    with pytest.raises(TypeError, match=r"x must be float\[T, I\], not int32"):
-        lora_delta(x.astype(jnp.int32), pool, rows, plan, unit=32)
-    with pytest.raises(ValueError, match=r"units_a_MRU is \[3, 96, 2\]: .* must be \[3, 96, 1\]"):
-        lora_delta(x[:, :32], pool, rows, plan, unit=32)
-    with pytest.raises(ValueError, match=r"y is \[2, 64\]"):
-        lora_delta(x, pool, rows, plan, jnp.zeros((2, 64)), unit=32)
-    with pytest.raises(NotImplementedError, match="need an NVIDIA GPU"):
-        lora_delta(x, pool, rows, plan, unit=32, implementation="triton")
-    with pytest.raises(ValueError, match="no implementation 'cuda'"):
-        lora_delta(x, pool, rows, plan, unit=32, implementation="cuda")
-
-
-def test_units_that_no_kernel_takes_fall_through_to_xla():
-    problem = PoolProblem([4], [0, -1], in_dim=24, out_dims=(12,), unit=12)
-    problem.check(None)
-    with pytest.raises(NotImplementedError, match="units of 12 elements"):
-        problem.check("triton")
-
-
-def test_plans_refuse_what_does_not_fit():
-    with pytest.raises(
-        ValueError, match="needs 2 blocks of 16 tokens and 3 tiles of 16 rows, and the shape has 2 and 2"
-    ):
-        make_plan(np.array([0, 20]), np.array([20, 4]), (SegmentShape(2, 2),), adapter_T=np.array([0, 1]))
-    with pytest.raises(ValueError, match=r"outside of -1 .. 0"):
-        make_plan(np.array([0]), np.array([4]), SHORT, adapter_T=np.array([1]))
-    with pytest.raises(ValueError, match="either adapter_T or mix_TX"):
-        make_plan(np.array([0]), np.array([4]), SHORT)
-    with pytest.raises(ValueError, match=r"must be \[T, 2\]"):
-        make_plan(np.array([0, 4]), np.array([4, 4]), SHORT, mix_TX=np.ones((3, 1)))
-    with pytest.raises(ValueError, match="tile_rows is 24"):
-        SegmentShape(1, 1, tile_rows=24)
 
 
 def test_the_device_decides():

@@ -85,6 +85,81 @@ def test_gradients_of_dense_weights(dtype, tolerance, implementation):
     assert not np.asarray(got[0])[[2, 8]].any()  # tokens of the base
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_second_derivatives(implementation):
+    """A gradient of a gradient, as of a penalty on it."""
+    x, a, b, g, scale_A = draw_dense("float32", T=5, R=3)
+    segment_T, rank_A = np.array([2, 0, -1, 1, 2]), np.array([3, 0, 2])
+
+    def penalty(matmul):
+        def loss(x, a, b):
+            return (jnp.sin(matmul(x, a, b, segment_T, scale_A, rank_A)) * g).sum()
+
+        def norm(x, a, b):
+            return sum((part**2).sum() for part in jax.grad(loss, (0, 1, 2))(x, a, b))
+
+        return jax.jit(jax.grad(norm, (0, 1, 2)))(x, a, b)
+
+    def ours(x, a, b, segment_T, scale_A, rank_A):
+        return lora_matmul(
+            x, a, b, segment_T, scale_A=scale_A, rank_A=rank_A, implementation=implementation, interpret=True
+        )
+
+    for mine, theirs in zip(penalty(ours), penalty(oracle), strict=True):
+        assert np.abs(mine - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_not_finite_stays_with_its_own_adapter(implementation):
+    """Adapters that are trained side by side: one that has diverged leaves the others their values and gradients."""
+    x, a, b, g, scale_A = draw_dense("float32", T=20)
+    segment_T, rank_A = np.arange(20) % 4 - 1, np.array([20, 18, 7])
+    options: Any = (segment_T, scale_A, rank_A, implementation)
+
+    def everything(x, a, b, g):
+        y = matmul(x, a, b, segment_T, scale_A=scale_A, rank_A=rank_A, implementation=implementation, interpret=True)
+        return [np.asarray(array) for array in (y, *gradients(x, a, b, g, *options))]
+
+    clean = everything(x, a, b, g)
+    # What is beyond an adapter's own rank is not read.
+    beyond = [z.at[1, 18:].set(jnp.nan).at[2, 7:].set(jnp.nan) for z in (a, b)]
+    for mine, theirs in zip(everything(x, *beyond, g), clean, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for spoilt in (
+        (x, a.at[1, 2, 3].set(jnp.nan), b, g), (x, a, b.at[1, 2, 3].set(jnp.inf), g),
+        (x.at[2, 5].set(jnp.inf), a, b, g), (x, a, b, g.at[2, 5].set(jnp.nan)),
+    ):  # fmt: skip
+        y, dx, da, db = everything(*spoilt)
+        others_T = segment_T != 1
+        for mine, theirs, others in ((y, clean[0], others_T), (dx, clean[1], others_T), (da, clean[2], [0, 2]),
+                                     (db, clean[3], [0, 2])):  # fmt: skip
+            np.testing.assert_array_equal(mine[others], theirs[others])
+        assert not all(np.isfinite(array).all() for array in (y, dx, da, db))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_tokens_no_adapters_no_rows(implementation):
+    x, a, b, _, _ = draw_dense("float32")
+    segment_T = np.zeros(12, int)
+    for case in ((x[:0], a, b, segment_T[:0]), (x, a[:0], b[:0], segment_T), (x, a[:, :0], b[:, :0], segment_T)):
+        y, back = jax.vjp(
+            lambda *args, case=case: lora_matmul(*args, case[3], implementation=implementation, interpret=True),
+            *case[:3],
+        )
+        assert y.shape == (len(case[0]), 48)
+        assert not np.asarray(y).any()
+        assert not any(np.asarray(part).any() for part in back(y))
+
+
+def test_numbers_that_are_no_adapter_s_and_ranks_past_the_largest():
+    """They are the base's, and the largest; arrays may be numpy's or lists."""
+    x, a, b, _, _ = (np.asarray(array) for array in draw_dense("float32", T=4))
+    got = lora_matmul(x, a, b, [3, 1, 99, -7], rank_A=[20, 1000, 5])  # pyright: ignore
+    wanted = lora_matmul(x, a, b, np.array([-1, 1, -1, -1]))
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_allclose(got[1], x[1] @ a[1].T @ b[1], rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=15)
 @given(
     segment=st.lists(st.integers(-1, 2), min_size=12, max_size=12),
@@ -165,18 +240,19 @@ def test_products_by_tiles_and_over_all_tokens_agree(mixed):
 
 
 def test_the_way_with_less_work_is_taken(monkeypatch):
+    """Through a pool; of dense weights always the one that keeps adapters apart."""
     taken = []
     for name in ("_of_all", "_of_tiles"):
         way = getattr(gradient_module, name)
         monkeypatch.setattr(gradient_module, name, lambda *a, way=way, name=name: taken.append(name) or way(*a))
 
-    def trace(T):  # three adapters of 20 rows
-        x, a, b, g, _ = draw_dense("float32", T=T)
-        jax.eval_shape(jax.grad(lambda a: (lora_matmul(x, a, b, jnp.zeros(T, jnp.int32)) * g).sum()), a)
-
-    trace(12)
-    trace(600)
-    assert taken == ["_of_all", "_of_tiles"]
+    for T in (12, 600):  # three adapters of 20 rows
+        problem = PoolProblem([20] * 3, np.zeros(T, int), num_rows=64)
+        loss = pool_loss(problem, "xla", problem.plan((SegmentShape(40, 80),)), problem.rank_rows())
+        jax.eval_shape(loss, problem.x_TI, problem.pool, problem.y_TO)
+    x, a, b, g, _ = draw_dense("float32")
+    jax.eval_shape(jax.grad(lambda a: (lora_matmul(x, a, b, jnp.zeros(12, jnp.int32)) * g).sum()), a)
+    assert taken == ["_of_all", "_of_tiles", "_of_tiles"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -199,3 +275,13 @@ def test_bad_arguments_are_named():
         lora_matmul(x[:, :16], a, b, segment_T)
     with pytest.raises(TypeError, match="segment_T must be integers, not float32"):
         lora_matmul(x, a, b, segment_T.astype(jnp.float32))
+    with pytest.raises(TypeError, match="x is float32, a float32 and b bfloat16: they must be of one type"):
+        lora_matmul(x, a, b.astype(jnp.bfloat16), segment_T)
+    with pytest.raises(TypeError, match=r"x must be float\[T, I\], not int32"):
+        lora_matmul(*(z.astype(jnp.int32) for z in (x, a, b)), segment_T)
+    with pytest.raises(ValueError, match=r"scale_A is \[\] and rank_A \[3\]: they must be \[3\]"):
+        lora_matmul(x, a, b, segment_T, scale_A=2.0)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"rank_A \[2\]: they must be \[3\]"):
+        lora_matmul(x, a, b, segment_T, rank_A=[1, 2])  # pyright: ignore
+    with pytest.raises(TypeError, match="rank_A must be integers, not float32"):
+        lora_matmul(x, a, b, segment_T, rank_A=[1.0, 2.0, 3.0])  # pyright: ignore

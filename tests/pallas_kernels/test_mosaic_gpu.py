@@ -14,7 +14,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.dispatch import H200, assume_device
 from pallas_kernels.segmented_lora import SegmentShape, lora_constants, lora_delta, pallas_mosaic_gpu
 from pallas_kernels.segmented_lora.api import pick
-from tests.pallas_kernels.pool_problem import PoolProblem
+from tests.pallas_kernels.pool_problem import PoolProblem, check_modules_without_rows
 from tests.pallas_kernels.test_lora_delta import engine_rows
 
 interpreted = pytest.mark.skipif(
@@ -28,6 +28,13 @@ def test_decodes_of_mixed_ranks():
     """A base token, a rank of 1, two tokens of one adapter; 2 units a row; bfloat16 as bits."""
     problem = PoolProblem([8, 1], [0, 1, -1, 1], dtype="bfloat16", as_bits=True, **NARROW)
     problem.check("mosaic_gpu", (SegmentShape(2, 2),))
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_module_without_rows_leaves_its_outputs():
+    sizes = {"in_dim": 128, "out_dims": (128, 128), "unit": 128, "num_rows": 6}
+    check_modules_without_rows("mosaic_gpu", (SegmentShape(2, 2),), **sizes)
 
 
 @interpreted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.dispatch import H200, assume_device
 from pallas_kernels.segmented_lora import SegmentShape, lora_constants, lora_delta, lora_matmul, mosaic_prompts
 from pallas_kernels.segmented_lora.arg_specs import segment_specs
-from tests.pallas_kernels.pool_problem import PoolProblem
+from tests.pallas_kernels.pool_problem import PoolProblem, check_modules_without_rows
 from tests.pallas_kernels.race_controls import leave_out
 from tests.pallas_kernels.test_lora_delta import engine_rows
 from tests.pallas_kernels.test_mosaic_gpu import NARROW, interpreted, traced
@@ -115,6 +117,14 @@ def test_modules_without_some_of_the_rows_and_weighted_mixes():
     problem.check("mosaic_gpu", shapes)
     problem.rank_rows = lambda: jax.tree.map(jnp.asarray, engine_rows(problem, 2))  # type: ignore[method-assign]
     problem.check("mosaic_gpu", shapes)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of the interpreter
+def test_a_module_without_rows_leaves_its_outputs():
+    sizes: dict[str, Any] = {"in_dim": 128, "out_dims": (128, 128), "unit": 128, "dtype": "bfloat16", "num_rows": 6}
+    check_modules_without_rows("mosaic_gpu", (SegmentShape(2, 2, block_tokens=64),), **sizes)
 
 
 @interpreted

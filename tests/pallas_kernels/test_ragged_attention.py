@@ -222,6 +222,12 @@ def ask(**changed):
         ({"count_S": jnp.ones(3, jnp.int32)}, "a value for each of 2 rows"),
         ({"count_S": jnp.ones(2)}, "int32"),
         ({"num_decodes": 3}, "num_decodes is 3, and there are 2 rows"),
+        ({"num_kv_heads": 0}, "4 query heads are no multiple of 0"),
+        ({"q_TNH": jnp.zeros((7, 4, 16), jnp.int32)}, "queries are bfloat16, float16 or float32, not int32"),
+        ({"table_SP": jnp.zeros((2, 0), jnp.int32)}, "the table has no column"),
+        ({"layer": 2}, "layer is 2, and the pool has 2"),
+        ({"layer": -1}, "layer is -1"),
+        ({"layer": 1.0}, "layer is one integer, not 1.0"),
         ({"window": 0}, "window \\(0\\) must be positive"),
         ({"implementation": "cuda"}, "no implementation 'cuda'"),
     ],
@@ -229,6 +235,23 @@ def ask(**changed):
 def test_bad_arguments_are_named(changed, words):
     with pytest.raises(ValueError, match=words):
         ask(**changed)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_arrays_of_numpy_no_tokens_and_no_rows(implementation):
+    """Called without jit, as in a notebook."""
+    arguments = random_arguments([(1, 5), (3, 20)], (4, 2, 16), dtype="float32")
+    names = ("q_TNH", "pool_LPE", "layer", "table_SP", "start_S", "count_S", "context_S")
+    known: dict[str, Any] = dict(zip(names, arguments.arrays, strict=True))
+    how = {"implementation": implementation, "interpret": True}
+    got = ask(**known, **how)
+    np.testing.assert_allclose(got, arguments.oracle(), rtol=0, atol=TOLERANCE["float32"])
+    known["start_S"] = known["start_S"].astype(np.int64)  # numpy's own integers
+    np.testing.assert_array_equal(ask(**known, **how), got)
+    assert ask(q_TNH=known["q_TNH"][:0], count_S=[0, 0], **how).shape == (0, 4, 16)
+    none = np.zeros(0, np.int32)
+    nobody = {"start_S": none, "count_S": none, "context_S": none, "num_decodes": 0}
+    assert not np.asarray(ask(table_SP=np.zeros((0, 2), np.int32), **nobody, **how)).any()
 
 
 def test_head_dims_that_triton_lacks_fall_through():
