@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch
 from pallas_kernels.segmented_lora import pallas_mosaic_gpu, pallas_triton, xla_pool
@@ -59,11 +60,11 @@ def pick(unit: int, dtype: str, implementation: str | None = None, *, interpret:
 
 
 def lora_delta(
-    x_TI: jax.Array,
-    pool: jax.Array,
+    x_TI: ArrayLike,
+    pool: ArrayLike,
     rows: Rows,
     plan: Plan,
-    y_TO: jax.Array | None = None,
+    y_TO: ArrayLike | None = None,
     *,
     unit: int,
     axis_name: str | None = None,
@@ -105,7 +106,7 @@ def lora_delta(
 
 
 def lora_constants(
-    pool: jax.Array,
+    pool: ArrayLike,
     rows: Rows,
     plan: Plan,
     num_tokens: int,
@@ -144,13 +145,13 @@ def lora_constants(
 
 
 def lora_matmul(
-    x_TI: jax.Array,
-    a_ARI: jax.Array,
-    b_ARO: jax.Array,
-    segment_T: jax.Array,
+    x_TI: ArrayLike,
+    a_ARI: ArrayLike,
+    b_ARO: ArrayLike,
+    segment_T: ArrayLike,
     *,
-    scale_A: jax.Array | None = None,
-    rank_A: jax.Array | None = None,
+    scale_A: ArrayLike | None = None,
+    rank_A: ArrayLike | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -203,7 +204,7 @@ def lora_matmul(
 
 
 def _run(
-    x_TI: jax.Array, pools: tuple[jax.Array, jax.Array], rows: Rows, plan: Plan, y_TO: jax.Array | None,
+    x_TI: ArrayLike, pools: tuple[ArrayLike, ArrayLike], rows: Rows, plan: Plan, y_TO: ArrayLike | None,
     options: _Options,
 ) -> jax.Array:  # fmt: skip
     x_TI, rows, plan = jnp.asarray(x_TI), as_arrays(rows), as_plan(plan)
@@ -255,7 +256,7 @@ def _backward(options: _Options, saved: Any, g_TO: jax.Array) -> Any:
     x_TI, pools, rows, plan = saved
     rows = whole(rows)
     h_TO = g_TO.astype(x_TI.dtype)
-    dx_TI = jnp.zeros(x_TI.shape, _F32)
+    dx_TI: Any = jnp.zeros(x_TI.shape, _F32)
     units = options.units
     back = replace(options, units=units[::-1])
     for module, (start, end) in enumerate(itertools.pairwise(rows.out_starts)):
