@@ -75,7 +75,7 @@ class ServerConfig:
     )
     drain_seconds: float = field(
         default=30.0,
-        metadata=key_info("Seconds that requests under way get to finish after SIGTERM or SIGINT.", low=0),
+        metadata=key_info("Seconds that requests under way get to finish after SIGTERM, SIGINT or SIGHUP.", low=0),
     )
 
 

@@ -69,9 +69,10 @@ _IMPORTED = time.monotonic()
 def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit status.
 
-    SIGTERM and SIGINT refuse new requests with 503 (/ready too), let running ones finish for drain_seconds and return
-    0; before the server is ready they end the process at once. A second SIGINT does not wait. The status is 1 where
-    HTTP ended by itself, or where the books of the pool disagree at the end.
+    SIGTERM, SIGINT and SIGHUP (unless it is ignored, as under nohup) refuse new requests with 503 (/ready too), let
+    running ones finish for drain_seconds and return 0; before the server is ready they end the process at once. A
+    second SIGINT does not wait. The status is 1 where HTTP ended by itself, or where the books of the pool disagree at
+    the end.
 
     Of several hosts only the first listens; the others repeat its steps until it ends.
 
@@ -214,8 +215,9 @@ class _Http:
         self._drain_s = config.drain_seconds
         self.calls: Calls | None = None
         self._deadline = math.inf
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: to outlive the terminal
+                signal.signal(number, self._on_signal)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="http", daemon=True)
         self._thread.start()
 

@@ -12,18 +12,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from multilora_jax.chat_template import flatten_content, render_chat
-from multilora_jax.encoding import token_ids
+from multilora_jax.encoding import byte_level_alphabet, check_bytes, longest_token, token_ids
 from multilora_jax.errors import ConfigError, UserError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte, inverted."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 class Tokenizer:
@@ -142,12 +134,16 @@ class Tokenizer:
             self._fingerprint = hashlib.sha256(json.dumps(rules).encode()).hexdigest()
         return self._fingerprint
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    def encode(
+        self, text: str, add_special_tokens: bool = True, limit: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; one that cannot have `limit` tokens or fewer may be refused unread, blaming `param`.
 
         With `add_special_tokens` a model that wants a BOS gets exactly one: a text that already begins with the BOS
         (a chat rendered by the caller) is given no second.
         """
+        if limit is not None and self._longest_token is not None:
+            check_bytes(text, self._longest_token, limit, param)
         ids = token_ids(self._backend, text, add_special_tokens)
         bos = self.bos_token_id
         if not add_special_tokens or bos is None:
@@ -252,7 +248,9 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def _read_decoder(self) -> None:
-        state = json.loads(self._backend.to_str()).get("decoder")
+        file = json.loads(self._backend.to_str())
+        self._longest_token = longest_token(self._backend, file)
+        state = file.get("decoder")
         steps = [] if state is None else state.get("decoders", [state]) if state["type"] == "Sequence" else [state]
         kinds = [step["type"] for step in steps]
         self.strips_leading_space = False

@@ -12,12 +12,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from multilora_jax.errors import ConfigError, NotFoundError, UserError
 from multilora_jax.models.checkpoint import open_checkpoint
 from multilora_jax.tokenizer import Tokenizer
-from tests.tiny_tokenizers import BOS, EOS, byte_level, sentencepiece_like
+from tests.tiny_tokenizers import BOS, EOS, PIECES, byte_level, sentencepiece_like
 
 USER = [{"role": "user", "content": "Hi"}]
 TEMPLATE = (
@@ -249,3 +249,46 @@ def test_missing_template_says_how_to_give_one():
     assert error.value.reason == "no_chat_template"
     with pytest.raises(UserError, match="named a, b"):
         make({"b": "1", "a": "2"}).apply_chat_template(USER)
+
+
+LONG = st.sampled_from([*PIECES, BOS, "<not special>", "</s>", "<unk>", " hello", "\u2581hello", " "])
+
+
+@given(parts=st.lists(LONG | st.text(max_size=3)), times=st.integers(1, 4))
+def test_no_text_that_fits_is_refused_unread(parts, times):
+    text = "".join(parts) * times
+    for tokenizer in (make(bos_processor=True, add_bos=True), SPM):
+        for special in (False, True):
+            ids = tokenizer.encode(text, special)
+            assert tokenizer.encode(text, special, limit=len(ids)) == ids
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(monkeypatch):
+    monkeypatch.setattr("multilora_jax.tokenizer.token_ids", lambda *_: pytest.fail("was read"))
+    # "<not special>" has 13 bytes, "<0x00>" as the vocabulary has it 6, " hello" with its mark 8
+    for tokenizer, longest in ((make(), 13), (SPM, 8)):
+        with pytest.raises(UserError, match=f"has {8 * longest + 1} bytes of text, .* at least 9 tokens") as caught:
+            tokenizer.encode("a" * (8 * longest + 1), limit=8, param="messages")
+        assert (caught.value.reason, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+def unbounded() -> dict[str, tokenizers.Tokenizer]:
+    """Tokenizers some of whose tokens stand for text of any length, or text for no token at all."""
+    cases = {name: byte_level() for name in ("nfkc", "strip", "replace", "removed", "lstrip", "words")}
+    cases["nfkc"].normalizer = normalizers.Sequence([normalizers.NFKC()])
+    cases["strip"].normalizer = normalizers.Strip()
+    cases["replace"].normalizer = normalizers.Replace("  ", "")
+    split = pre_tokenizers.Split(" ", "removed")
+    cases["removed"].pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    cases["lstrip"].add_tokens([AddedToken("<l>", lstrip=True)])
+    cases["words"].model = models.WordLevel({"<unk>": 0}, unk_token="<unk>")
+    unk = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    return cases | {"unk": tokenizers.Tokenizer(unk)}
+
+
+@pytest.mark.parametrize("name", list(unbounded()))
+def test_a_text_is_read_where_its_length_says_nothing(name):
+    text = "<l>".rjust(500) if name == "lstrip" else "b" * 500 if name == "unk" else " " * 500
+    if name == "nfkc":
+        text = "\u3000" * 500
+    assert Tokenizer(unbounded()[name]).encode(text, limit=8) is not None

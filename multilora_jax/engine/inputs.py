@@ -151,7 +151,7 @@ class InputReader:
                 reason="no_tokenizer", param="prompt",
             )  # fmt: skip
         try:
-            return self.tokenizer.encode(text) if text else []
+            return self.tokenizer.encode(text, limit=self._max_model_len) if text else []
         except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair, which no text file can hold
             raise UserError(
                 "the prompt is no valid Unicode text: it holds a lone surrogate", reason="bad_prompt", param="prompt"

@@ -122,7 +122,8 @@ def _completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids = encode(required(tokenizer), prompt, body.add_special_tokens is not False, "prompt")
+            special, limit = body.add_special_tokens is not False, _limit(body, voice)
+            ids = encode(required(tokenizer), prompt, special, "prompt", limit)
             kept = _truncate(ids, body.truncate_prompt_tokens, voice.max_model_len - body.new_tokens)
             text = prompt if len(kept) == len(ids) else required(tokenizer).decode(kept, skip_special)
         else:
@@ -138,7 +139,7 @@ def _completion_prompts(body: CompletionBody, voice: Voice) -> list[Prompt]:
 def _chat_prompt(body: ChatBody, voice: Voice) -> Prompt:
     text = render(body, voice)
     # The template has already written every special token that the model wants.
-    ids = encode(required(voice.tokenizer), text, False, "messages")
+    ids = encode(required(voice.tokenizer), text, False, "messages", _limit(body, voice))
     room = voice.max_model_len - (body.new_tokens or 1)
     return Prompt(_truncate(ids, body.truncate_prompt_tokens, room), text)
 
@@ -165,14 +166,25 @@ def _truncate(ids: list[int], keep: int | None, room: int) -> list[int]:
     return ids[-max(room, 1) :] if keep == -1 else ids[-keep:]
 
 
-def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
-    """The token ids of a text. Raises UserError, blaming `param`, for what is no text or has no tokens."""
+def _limit(body: CompletionBody | ChatBody, voice: Voice) -> int | None:
+    """Most tokens of a prompt; None where what is too much is cut off."""
+    return voice.max_model_len if body.truncate_prompt_tokens is None else None
+
+
+def encode(
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str, limit: int | None = None
+) -> list[int]:
+    """The token ids of a text.
+
+    Raises:
+        UserError: blaming `param`, for what is no text, has no tokens, or is seen to have more than `limit` unread.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         message = "the text is not valid Unicode: it has half of a surrogate pair"
         raise UserError(message, reason="bad_text", param=param) from error
-    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit, param=param)
     if not ids:
         raise UserError("the prompt has no tokens: send some text", reason="empty_prompt", param=param)
     return ids

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,9 @@ from multilora_jax.engine.inputs import InputReader
 from multilora_jax.errors import UserError
 from multilora_jax.models.config import ModelConfig, RopeConfig
 from multilora_jax.request import SamplingParams
+from multilora_jax.server.chat_protocol import ChatBody
+from multilora_jax.server.inputs import Voice, chat_prompt, completion_prompts
+from multilora_jax.server.protocol import CompletionBody
 from multilora_jax.tokenizer import Tokenizer
 from tests.tiny_engine import TINY_MODEL
 
@@ -113,3 +118,26 @@ def test_parameters_that_change_later_change_no_request(reader):
     params.stop.append("b")
     params.logit_bias[1] = 3.0
     assert own == SamplingParams(stop=["a"], logit_bias={1: 2.0}, structured_outputs={"regex": "a"})
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read(reader, monkeypatch):
+    def read(*_):
+        pytest.fail("was read")
+
+    monkeypatch.setattr("multilora_jax.tokenizer.token_ids", read)
+    voice = Voice(reader.tokenizer, None, None, 260, 32)
+    long = "x" * 1000
+    completion = CompletionBody.model_validate({"model": "m", "prompt": long})
+    chat = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": long}]})
+    assert reason(reader.read_prompt, long) == ("context_length_exceeded", "prompt")
+    assert reason(asyncio.run, completion_prompts(completion, voice, 1)) == ("context_length_exceeded", "prompt")
+    voice = replace(voice, chat_template=reader.tokenizer.chat_template)
+    assert reason(asyncio.run, chat_prompt(chat, voice)) == ("context_length_exceeded", "messages")
+
+
+def test_a_text_to_be_cut_is_read(reader):
+    body = CompletionBody.model_validate(
+        {"model": "m", "prompt": "x" * 1000, "truncate_prompt_tokens": 5, "max_tokens": 4}
+    )
+    [prompt] = asyncio.run(completion_prompts(body, Voice(reader.tokenizer, None, None, 260, 32), 1))
+    assert prompt.token_ids == [120] * 5

@@ -51,7 +51,7 @@ def tell(process: subprocess.Popen[str], word: str) -> None:
 
 
 def ready(client: httpx.Client) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             if client.get("/ready").status_code == 200:
@@ -86,8 +86,10 @@ def look_while_draining(port: int) -> None:
         assert caller.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("drain_seconds", [60.0, 0.3])
-def test_after_sigterm_what_runs_gets_drain_seconds(start, drain_seconds):
+@pytest.mark.parametrize(
+    ("number", "drain_seconds"), [(signal.SIGTERM, 60.0), (signal.SIGTERM, 0.3), (signal.SIGHUP, 60.0)]
+)
+def test_after_a_signal_what_runs_gets_drain_seconds(start, number, drain_seconds):
     """Enough: it is finished, and the server ends at once then. Too few: it gets an error, and the server ends."""
     enough = drain_seconds > 1
     process, port = start(drain_seconds=drain_seconds)
@@ -99,7 +101,7 @@ def test_after_sigterm_what_runs_gets_drain_seconds(start, drain_seconds):
             events = [next(lines)]
             if enough:
                 tell(process, "hold")  # nothing ends before all has been looked at
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             if enough:
                 look_while_draining(port)
                 tell(process, "go")

@@ -174,12 +174,18 @@ def test_a_bad_adapter_at_start_ends_the_process_with_its_reason(start):
     assert "Traceback" not in process.errors
 
 
-def test_a_failed_start_stops_listening(monkeypatch):
+@pytest.mark.parametrize("hang_up", [signal.SIG_IGN, signal.SIG_DFL], ids=["nohup", "terminal"])
+def test_a_failed_start_stops_listening(monkeypatch, hang_up):
+    """Until then signals are waited for, the end of the terminal among them unless it was ignored from the start."""
+
     def fail(config, **_):
+        kept = hang_up == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == (hang_up if kept else signal.getsignal(signal.SIGTERM))
         raise ConfigError("no such model")
 
     monkeypatch.setattr("multilora_jax.serve.LLMEngine", fail)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, hang_up)
     try:
         with pytest.raises(ConfigError, match="no such model"):
             serve(EngineConfig(model="fake", port=0))
