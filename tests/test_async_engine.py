@@ -137,7 +137,7 @@ async def test_d14_cancelling_before_admission_leaves_nothing(make_engine):
     engine, fake = make_engine(step_seconds=0.002)
     fake.gate.clear()
     first = asyncio.create_task(last(engine.generate("hi", SamplingParams(max_tokens=3), "r1")))
-    await wait_for(lambda: len(fake.requests) == 1)
+    await wait_for(lambda: fake.held)
     second = asyncio.create_task(engine.submit("ho", SamplingParams(max_tokens=LONG), "r2"))
     await wait_for(lambda: engine.num_live_requests == 2)
     second.cancel()
@@ -221,7 +221,7 @@ async def test_stats_are_read_between_steps_and_do_not_wait_for_a_hanging_one(ma
     engine, fake = make_engine(max_num_seqs=1)
     fake.gate.clear()
     calls = [asyncio.create_task(last(engine.generate("hi", SamplingParams(max_tokens=2), f"r{i}"))) for i in range(2)]
-    await wait_for(lambda: len(fake.requests) >= 1)
+    await wait_for(lambda: fake.held)
     started = time.monotonic()
     assert (await engine.stats(timeout_s=0.05)).num_running == 0  # never read yet
     assert time.monotonic() - started < 1

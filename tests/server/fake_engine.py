@@ -87,6 +87,7 @@ class FakeEngine(FakeAdapters):
         fail_step: raised by the next step.
         give_up: name of an adapter to why the requests that wait for it end with an error.
         gate: steps wait while it is cleared.
+        held: a step waits there: requests that come now are not taken in before it ends.
         newest_first: serve the newest requests first.
     """
 
@@ -107,6 +108,7 @@ class FakeEngine(FakeAdapters):
         self.give_up: dict[str, UserError] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.held = False
         self.requests: dict[str, _Request] = {}
         self.params_seen: list[SamplingParams] = []
         self.salts_seen: list[str | None] = []
@@ -163,7 +165,9 @@ class FakeEngine(FakeAdapters):
         return bool(self.requests)
 
     def step(self) -> list[RequestOutput]:
+        self.held = not self.gate.is_set()
         self.gate.wait()
+        self.held = False
         time.sleep(self.step_seconds)
         if self.fail_step is not None:
             raise self.fail_step

@@ -84,7 +84,7 @@ async def busy(server: Server) -> list[asyncio.Task]:
     await server.complete(model="adapter-a", max_tokens=3)
     server.engine.gate.clear()
     calls = [asyncio.create_task(server.complete(model="adapter-b"))]
-    await wait_for(lambda: bool(server.engine.requests))
+    await wait_for(lambda: server.engine.held)
     return calls
 
 

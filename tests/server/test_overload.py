@@ -26,7 +26,7 @@ async def test_a_full_queue_is_429_with_retry_after(make_server, path, stream):
     server = make_server(max_num_seqs=1, max_queued_requests=2)
     server.engine.gate.clear()
     calls = [asyncio.create_task(server.post(path, body(path, max_tokens=2)))]
-    await wait_for(lambda: len(server.engine.requests) == 1)
+    await wait_for(lambda: server.engine.held)
     # All of these are let in between two steps: two may wait.
     calls += [asyncio.create_task(server.post(path, body(path, max_tokens=2, stream=stream))) for _ in range(3)]
     await wait_for(lambda: server.async_engine._commands.qsize() == 3)
@@ -49,7 +49,7 @@ async def test_a_request_of_several_prompts_is_refused_whole(make_server):
     server = make_server(max_num_seqs=1, max_queued_requests=1)
     server.engine.gate.clear()
     first = asyncio.create_task(server.post(PATHS[0], body(PATHS[0], max_tokens=2)))
-    await wait_for(lambda: len(server.engine.requests) == 1)
+    await wait_for(lambda: server.engine.held)
     call = asyncio.create_task(server.post(PATHS[0], {"model": "base", "prompt": ["a", "b", "c", "d"]}))
     await wait_for(lambda: server.async_engine._commands.qsize() == 4)
     server.engine.gate.set()
