@@ -267,7 +267,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(monkeypatch):
     monkeypatch.setattr("multilora_jax.tokenizer.token_ids", lambda *_: pytest.fail("was read"))
     # "<not special>" has 13 bytes, "<0x00>" as the vocabulary has it 6, " hello" with its mark 8
     for tokenizer, longest in ((make(), 13), (SPM, 8)):
-        with pytest.raises(UserError, match=f"has {8 * longest + 1} bytes of text, .* at least 9 tokens") as caught:
+        with pytest.raises(UserError, match=f"has {8 * longest + 1} bytes of text, at least 9 tokens") as caught:
             tokenizer.encode("a" * (8 * longest + 1), limit=8, param="messages")
         assert (caught.value.reason, caught.value.param) == ("context_length_exceeded", "messages")
 
