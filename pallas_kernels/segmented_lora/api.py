@@ -255,7 +255,7 @@ def _backward(options: _Options, saved: Any, g_TO: jax.Array) -> Any:
     x_TI, pools, rows, plan = saved
     rows = whole(rows)
     h_TO = g_TO.astype(x_TI.dtype)
-    dx_TI = jnp.zeros(x_TI.shape, _F32)
+    dx_TI: Any = jnp.zeros(x_TI.shape, _F32)
     units = options.units
     back = replace(options, units=units[::-1])
     for module, (start, end) in enumerate(itertools.pairwise(rows.out_starts)):

@@ -123,7 +123,7 @@ def test_what_is_not_finite_stays_with_its_own_adapter(implementation):
     clean = everything(x, a, b, g)
     # What is beyond an adapter's own rank is not read.
     beyond = [z.at[1, 18:].set(jnp.nan).at[2, 7:].set(jnp.nan) for z in (a, b)]
-    for mine, theirs in zip(everything(x, *beyond, g), clean, strict=True):
+    for mine, theirs in zip(everything(x, beyond[0], beyond[1], g), clean, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     for spoilt in (
         (x, a.at[1, 2, 3].set(jnp.nan), b, g), (x, a, b.at[1, 2, 3].set(jnp.inf), g),
@@ -140,10 +140,10 @@ def test_what_is_not_finite_stays_with_its_own_adapter(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens_no_adapters_no_rows(implementation):
     x, a, b, _, _ = draw_dense("float32")
-    segment_T = np.zeros(12, int)
+    segment_T = jnp.zeros(12, jnp.int32)
     for case in ((x[:0], a, b, segment_T[:0]), (x, a[:0], b[:0], segment_T), (x, a[:, :0], b[:, :0], segment_T)):
         y, back = jax.vjp(
-            lambda *args, case=case: lora_matmul(*args, case[3], implementation=implementation, interpret=True),
+            lambda x, a, b, case=case: lora_matmul(x, a, b, case[3], implementation=implementation, interpret=True),
             *case[:3],
         )
         assert y.shape == (len(case[0]), 48)
@@ -153,9 +153,10 @@ def test_no_tokens_no_adapters_no_rows(implementation):
 
 def test_numbers_that_are_no_adapter_s_and_ranks_past_the_largest():
     """They are the base's, and the largest; arrays may be numpy's or lists."""
-    x, a, b, _, _ = (np.asarray(array) for array in draw_dense("float32", T=4))
+    arrays: Any = [np.asarray(array) for array in draw_dense("float32", T=4)]
+    x, a, b, *_ = arrays
     got = lora_matmul(x, a, b, [3, 1, 99, -7], rank_A=[20, 1000, 5])  # pyright: ignore
-    wanted = lora_matmul(x, a, b, np.array([-1, 1, -1, -1]))
+    wanted = lora_matmul(x, a, b, jnp.array([-1, 1, -1, -1]))
     np.testing.assert_array_equal(got, wanted)
     np.testing.assert_allclose(got[1], x[1] @ a[1].T @ b[1], rtol=1e-4, atol=1e-4)
 
@@ -278,7 +279,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="x is float32, a float32 and b bfloat16: they must be of one type"):
         lora_matmul(x, a, b.astype(jnp.bfloat16), segment_T)
     with pytest.raises(TypeError, match=r"x must be float\[T, I\], not int32"):
-        lora_matmul(*(z.astype(jnp.int32) for z in (x, a, b)), segment_T)
+        lora_matmul(x.astype(jnp.int32), a.astype(jnp.int32), b.astype(jnp.int32), segment_T)
     with pytest.raises(ValueError, match=r"scale_A is \[\] and rank_A \[3\]: they must be \[3\]"):
         lora_matmul(x, a, b, segment_T, scale_A=2.0)  # pyright: ignore
     with pytest.raises(ValueError, match=r"rank_A \[2\]: they must be \[3\]"):
