@@ -77,10 +77,10 @@ def pool_stack(
     per_row = -(-context // size.page_tokens)
     table = np.random.default_rng(0).permutation(rows * per_row).astype(np.int32).reshape(rows, per_row)
     arrays = (table, np.arange(rows) * queries, np.full(rows, queries), np.full(rows, context))
-    fn = functools.partial(
+    fn = jax.jit(functools.partial(  # traced and lowered once for all layers
         api.ragged_paged_attention, num_decodes=rows if queries == 1 else 0, most_queries=queries,
         num_kv_heads=size.heads[1], page_tokens=size.page_tokens, implementation=name, interpret=interpret,
-    )  # fmt: skip
+    ))  # fmt: skip
 
     def stack(q_TNH: jax.Array, pool: jax.Array, *ragged: jax.Array) -> jax.Array:
         for layer in range(size.layers):  # a layer's result is the next one's query

@@ -128,13 +128,18 @@ def decode_step(
     """One token of each sequence: (pool, greedy tokens int32[B]). DONATES pool when jitted so."""
     B, N, K, H = model.sequences, model.heads, model.kv_heads, model.head_dim
     options: dict[str, Any] = {"implementation": implementation, "interpret": interpret}
+    # Each in a jit of its own: kernels are traced and lowered once for all layers.
+    delta = jax.jit(functools.partial(lora_delta, unit=model.unit, **options))
+    attend = jax.jit(functools.partial(
+        ragged_paged_attention, num_decodes=B, most_queries=1, num_kv_heads=K, page_tokens=model.page_tokens, **options
+    ))  # fmt: skip
 
     def project(layer: int, group: str, x: jax.Array) -> jax.Array:
         x = x.astype(model.dtype)
         w_OI = weights["layers"][layer][group]
         y = jax.lax.dot_general(x, w_OI, (((1,), (1,)), ((), ())), preferred_element_type=_F32)
         if rows is not None and group in rows[layer]:
-            y = lora_delta(x, pool_LPE, rows[layer][group], plan, y, unit=model.unit, **options)
+            y = delta(x, pool_LPE, rows[layer][group], plan, y)
         return y
 
     x = weights["embed"][batch["token_B"]].astype(_F32)
@@ -143,10 +148,9 @@ def decode_step(
         q, k, v = jnp.split(qkv, [N * H, (N + K) * H], 1)
         q_BNH, k_BKH = (_rotate(z.reshape(B, -1, H), batch["position_B"]) for z in (q, k))
         pool_LPE = _write(model, pool_LPE, layer, k_BKH, v.reshape(B, K, H), batch["slot_B"])
-        out = ragged_paged_attention(
+        out = attend(
             q_BNH.astype(model.dtype), pool_LPE, layer, batch["table_BP"], jnp.arange(B, dtype=jnp.int32),
-            jnp.ones(B, jnp.int32), batch["position_B"] + 1, num_decodes=B, most_queries=1, num_kv_heads=K,
-            page_tokens=model.page_tokens, **options,
+            jnp.ones(B, jnp.int32), batch["position_B"] + 1,
         )  # fmt: skip
         x = x + project(layer, "o", out.reshape(B, -1))
         gate, up = jnp.split(project(layer, "gate_up", _norm(x)), 2, 1)

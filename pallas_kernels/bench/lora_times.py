@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,13 +85,13 @@ def dense_stack(alternative: Alternative) -> Any:
 
 def pool_stack(batch: Batch, name: str, interpret: bool) -> tuple[Any, tuple[Any, ...]]:
     """All layers by lora_delta, and the arguments."""
+    # A jit of its own: the kernels are traced and lowered once, not for each layer.
+    delta = jax.jit(functools.partial(api.lora_delta, unit=batch.unit, implementation=name, interpret=interpret))
 
     def stack(x_TI: Any, pool: Any, rows: Any, plan: Any) -> jax.Array:
         y_TO = jnp.zeros((len(x_TI), batch.out_dim), jnp.float32)
         for layer in rows:
-            y_TO = api.lora_delta(
-                x_TI, pool, layer, plan, y_TO, unit=batch.unit, implementation=name, interpret=interpret
-            )
+            y_TO = delta(x_TI, pool, layer, plan, y_TO)
         return y_TO
 
     return stack, (batch.x_TI, batch.pool, batch.rows, batch.plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,9 +135,12 @@ class PoolProblem:
 
     def given(self, implementation, shapes=SHORT):
         """What lora_delta gives, called as it is, with numpy arrays."""
+        arrays: Any = self.x_TI, np.asarray(self.pool), self.y_TO
+        x_TI, pool, y_TO = arrays
+        rows, plan = jax.tree.map(np.asarray, self.rank_rows()), self.plan(shapes)
         return np.asarray(lora_delta(
-            self.x_TI, np.asarray(self.pool), jax.tree.map(np.asarray, self.rank_rows()), self.plan(shapes), self.y_TO,
-            unit=self.unit, implementation=implementation, interpret=implementation != "xla",
+            x_TI, pool, rows, plan, y_TO, unit=self.unit, implementation=implementation,
+            interpret=implementation != "xla",
         ))  # fmt: skip
 
     def check(self, implementation, shapes=SHORT, long_segment=32):

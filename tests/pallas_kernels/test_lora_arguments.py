@@ -25,11 +25,12 @@ def test_arrays_of_numpy_and_no_tokens(implementation):
     wanted, bound = problem.wanted()
     assert np.all(np.abs(problem.given(implementation) - wanted) <= bound)
     options: dict[str, Any] = {"unit": 32, "implementation": implementation, "interpret": True}
-    pool, rows, plan = np.asarray(problem.pool), jax.tree.map(np.asarray, problem.rank_rows()), problem.plan(SHORT)
+    pool: Any = np.asarray(problem.pool)
+    rows, plan = jax.tree.map(np.asarray, problem.rank_rows()), problem.plan(SHORT)
     constants = lora_constants(pool, rows, plan, 4, dtype="float32", **options)
     b_XO = np.stack([np.asarray(problem.b[0][x][-1]) for x in range(2)])
     np.testing.assert_allclose(constants, problem.mix_TX @ b_XO, rtol=1e-5, atol=1e-5)
-    assert lora_delta(problem.x_TI[:0], pool, rows, plan, **options).shape == (0, 32)
+    assert lora_delta(jnp.asarray(problem.x_TI[:0]), pool, rows, plan, **options).shape == (0, 32)
     assert lora_constants(pool, rows, plan, 0, dtype="float32", **options).shape == (0, 32)
 
 

@@ -140,7 +140,7 @@ def test_what_is_not_finite_stays_with_its_own_adapter(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens_no_adapters_no_rows(implementation):
     x, a, b, _, _ = draw_dense("float32")
-    segment_T = np.zeros(12, int)
+    segment_T = jnp.zeros(12, jnp.int32)
     for case in ((x[:0], a, b, segment_T[:0]), (x, a[:0], b[:0], segment_T), (x, a[:, :0], b[:, :0], segment_T)):
         y, back = jax.vjp(
             lambda x, a, b, case=case: lora_matmul(x, a, b, case[3], implementation=implementation, interpret=True),
@@ -153,9 +153,10 @@ def test_no_tokens_no_adapters_no_rows(implementation):
 
 def test_numbers_that_are_no_adapter_s_and_ranks_past_the_largest():
     """They are the base's, and the largest; arrays may be numpy's or lists."""
-    x, a, b, _, _ = (np.asarray(array) for array in draw_dense("float32", T=4))
+    arrays: Any = [np.asarray(array) for array in draw_dense("float32", T=4)]
+    x, a, b, *_ = arrays
     got = lora_matmul(x, a, b, [3, 1, 99, -7], rank_A=[20, 1000, 5])  # pyright: ignore
-    wanted = lora_matmul(x, a, b, np.array([-1, 1, -1, -1]))
+    wanted = lora_matmul(x, a, b, jnp.array([-1, 1, -1, -1]))
     np.testing.assert_array_equal(got, wanted)
     np.testing.assert_allclose(got[1], x[1] @ a[1].T @ b[1], rtol=1e-4, atol=1e-4)
 
