@@ -93,6 +93,7 @@ def test_smollm2_comes_back_bit_for_bit(tmp_path):
 
 INTERRUPTED = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from multilora_jax import convert, flags, orbax_writer
 
 add = orbax_writer.FolderWriter.add

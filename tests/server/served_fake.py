@@ -6,6 +6,7 @@ A line on its standard input holds the engine in its next step ("hold") or lets 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ def main() -> int:
         for line in sys.stdin:
             (engine.gate.clear if line.strip() == "hold" else engine.gate.set)()
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves run under nohup
     threading.Thread(target=listen, daemon=True).start()
     log_to_stderr()
     return module.serve(EngineConfig(model="fake", **json.loads(sys.argv[1])))
